@@ -37,7 +37,7 @@ from jaxrl_post import models
 from jaxrl_post.config.rollout import CacheDtype, RolloutConfig
 from jaxrl_post.learner.model import versions
 from jaxrl_post.models import DecoderParams, ModelConfig
-from jaxrl_post.programs.rl import cache_dtype
+from jaxrl_post.programs.build.engine import cache_dtype
 from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.types import Array
 

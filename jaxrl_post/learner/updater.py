@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,29 @@ from jaxrl_post.learner.reference import Reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.losses import shaping
 from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Critic", "Updater", "longest_row", "longest_sequence"]
+__all__ = ["Critic", "Update", "Updater", "longest_row", "longest_sequence"]
 
 logger = logging.getLogger(__name__)
 
 # Metrics of how well sampler and trainer agree.
 FACTOR, UNEQUAL = "mismatch/token_mult_prob_error", "mismatch/unequal"
+
+
+class Update(NamedTuple):
+    """What an updater tells of a step.
+
+    Attributes:
+        metrics: scalars by name.
+        tokens: that were sampled for the step, or read.
+    """
+
+    metrics: dict[str, float]
+    tokens: int
 
 
 @dataclass
@@ -58,7 +71,7 @@ class Updater:
         state: the policy's training state.
         reference: None if the algorithm needs none.
         critic: None if the algorithm has none, or shares the policy's backbone.
-        phases: seconds by phase, "logprobs" and "train"; the caller may reset it.
+        environment: its name, for messages.
     """
 
     config: RLConfig
@@ -68,19 +81,54 @@ class Updater:
     state: TrainState
     reference: Reference | None = None
     critic: Critic | None = None
-    phases: dict[str, float] = field(default_factory=dict)
+    environment: str = "the environment"
+    # Seconds by phase, "logprobs" and "train", of the present step.
+    _phases: dict[str, float] = field(default_factory=dict, init=False)
     # Parts of the rewards that environments have named so far.
     _reported: set[str] = field(default_factory=set, init=False)
 
+    def update(
+        self, batch: Sequence[Group] | Sequence[packing.Sequence], number: int
+    ) -> Update:
+        """Takes the optimizer steps of a batch.
+
+        Args:
+            batch: groups of episodes, or sequences to imitate.
+            number: of the step, from 1.
+
+        Raises:
+            ConfigError: the environment does not report rewards that are needed.
+            DivergenceError: a loss or gradient is not finite; that optimizer step
+                changed nothing.
+            FailedRolloutsError: no episode is trained on.
+            MismatchError: sampler and trainer disagree.
+        """
+        self._phases = {}
+        groups = [each for each in batch if isinstance(each, Group)]
+        if groups:
+            sequences, metrics = self.sequences(groups)
+            tokens = sum(e.num_sampled for group in groups for e in group.episodes)
+        else:
+            sequences = [each for each in batch if isinstance(each, packing.Sequence)]
+            metrics = dict[str, float]()
+            tokens = sum(int(each.loss_mask.sum()) for each in sequences)
+        if not sequences:
+            raise FailedRolloutsError(
+                f"step {number}: every answer was cut at --rollout.max-tokens, "
+                f"{self.config.rollout.max_tokens}, and with --rollout.truncated mask "
+                "none of them is trained on; raise the limit, or choose zero"
+            )
+        metrics |= self._train(sequences, number)
+        metrics |= {f"time/{name}": spent for name, spent in self._phases.items()}
+        return Update(metrics, tokens)
+
     def sequences(
-        self, groups: Sequence[Group], version: int, reporter: str
+        self, groups: Sequence[Group]
     ) -> tuple[list[packing.Sequence], dict[str, float]]:
         """Makes training sequences with advantages from groups of episodes.
 
         Args:
             groups: the collected groups.
-            version: version of the parameters that train on them.
-            reporter: the environment's name, for messages.
 
         Returns:
             The training sequences, and metrics.
@@ -92,7 +140,7 @@ class Updater:
         penalty = self._overlong if rollout.overlong_buffer else None
         rewards = None
         if options.turn_credit == "outcome":
-            parts = self._parts(groups, reporter)
+            parts = self._parts(groups)
             values = batching.advantages(groups, self._estimate, penalty, parts)
         elif self.algorithm.turn_credit == "rewards":
             rewards, _ = batching.turn_rewards(groups, penalty)
@@ -111,9 +159,10 @@ class Updater:
         # Of these, `credit` makes advantages, or nobody does.
         later = self.algorithm.credit is not None
         later = later or self.algorithm.divergence is not None
+        version = int(self.state.step)
         return made, rollout_metrics(groups, None if later else values, version)
 
-    def update(
+    def _train(
         self, sequences: list[packing.Sequence], number: int
     ) -> dict[str, float]:
         """Takes the optimizer steps of a batch; metrics are means over them."""
@@ -179,7 +228,7 @@ class Updater:
             yield
         finally:
             spent = time.perf_counter() - begin
-            self.phases[name] = self.phases.get(name, 0.0) + spent
+            self._phases[name] = self._phases.get(name, 0.0) + spent
 
     def _estimate(self, facts: batching.GroupFacts) -> np.ndarray:
         rewards = facts.rewards
@@ -196,7 +245,7 @@ class Updater:
         read = map(jnp.asarray, (rewards, facts.valid, *more))
         return np.asarray(self.algorithm.advantages(*read))
 
-    def _parts(self, groups: Sequence[Group], reporter: str) -> tuple[str, ...]:
+    def _parts(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """Returns the names of the rewards' parts, if the algorithm reads them."""
         if self.algorithm.reads != "components":
             return ()
@@ -209,7 +258,7 @@ class Updater:
         missing = [name for name in wanted if name not in known]
         if not self._reported or missing:
             raise ConfigError(
-                f"--algorithm.reward-weights: {reporter} reports the "
+                f"--algorithm.reward-weights: {self.environment} reports the "
                 f"rewards {', '.join(sorted(self._reported)) or 'of no parts'}"
                 + (f", not {', '.join(missing)}" if missing else "")
                 + "; gdpo normalises each part by itself: use an environment with a "

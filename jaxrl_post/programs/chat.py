@@ -23,12 +23,12 @@ from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, context_of, open_model
+from jaxrl_post.programs.build.engine import bound_engine
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.template import template_line, with_run
 from jaxrl_post.records.visible import visible
-from jaxrl_post.rollout.weights import Published
-from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler import EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.requests import Completion
 
 __all__ = ["Conversation", "run_chat"]
@@ -97,18 +97,8 @@ class Conversation:
             max_stop_ids=max(4, len(model.tokenizer.stop_ids)),
             few_shapes=True,
         )
-        engine = Engine(
-            model.config,
-            sizes,
-            seed=config.seed,
-            dtype=model.dtype,
-            mesh=model.mesh,
-            rules=model.rules,
-            detokenize=model.tokenizer.decode,
-        )
         self._room = sizes.max_prompt_tokens
-        self._sampler = Published(engine, model.whole(model.params), version=0)
-        self._engine = engine
+        self._sampler = bound_engine(model, sizes, seed=config.seed)
         self._environment = _tools(config.tools, model.tokenizer)
         self._ended = ExitStack()
         self._answers = 0
@@ -180,7 +170,7 @@ class Conversation:
         return (*self._tokens, *after)
 
     def _answer(self, prompt: tuple[int, ...]) -> Generator[str, None, Answer]:
-        config, engine = self._config, self._engine
+        config, engine = self._config, self._sampler.engine
         sampling = SamplingParams(
             config.temperature,
             config.top_k,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,7 @@ from jaxrl_post.data.generation import (
     not_done,
     read_generation_defaults,
 )
-from jaxrl_post.envs import AgentEnvironment, Environment, Task, WorkerPool
-from jaxrl_post.envs.workers.hosts import open_hosts
+from jaxrl_post.envs import AgentEnvironment, Environment, Task
 from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import distinct, fully_written
@@ -36,16 +35,15 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.files import replace_file
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.learner.model import Model, check_sample, open_model, versions
-from jaxrl_post.programs.experience import make_collector
+from jaxrl_post.programs.build.collector import make_collector, open_judges
+from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.hub import fetch
-from jaxrl_post.programs.layouts import SamplerLayout
-from jaxrl_post.programs.rl import make_engine
 from jaxrl_post.programs.scores import Scores, score, solves
 from jaxrl_post.programs.template import of_evaluation, template_line
-from jaxrl_post.rollout.collector import Sampler
 from jaxrl_post.rollout.episode import Episode, Group
-from jaxrl_post.sampler import Completion, Request, SamplingParams
-from jaxrl_post.sampler.requests import SampleId
+from jaxrl_post.rollout.weights import Published
+from jaxrl_post.sampler import Completion, SamplingParams
 
 __all__ = [
     "evaluate",
@@ -198,17 +196,15 @@ def evaluate(
         max_tokens=sampling.max_tokens,
         num_slots=min(config.num_slots, total),
         deadline_s=config.deadline_s,
+        judges=config.judges,
+        reward_cpus=config.reward_cpus,
+        reward_workers=config.reward_workers,
+        reward_deadline_s=config.reward_deadline_s,
+        reward_memory_gib=config.reward_memory_gib,
     )
     with (
         jax.set_mesh(model.mesh),
-        open_hosts(config.judges, config.reward_cpus) as make_worker,
-        WorkerPool(
-            environment,
-            config.reward_workers,
-            deadline_s=config.reward_deadline_s,
-            memory_limit_gib=config.reward_memory_gib,
-            make_worker=make_worker,
-        ) as judges,
+        open_judges(rollout, environment) as judges,
         # Progress lines are for a terminal; a log file gets only the table.
         Progress(
             console=console,
@@ -315,34 +311,17 @@ def refuse_runs(model: str) -> None:
         )
 
 
-class _Counted:
+class _Counted(Published):
     """A sampler that advances a progress bar as samples finish."""
 
-    def __init__(self, sampler: Sampler, progress: Progress, task: TaskID) -> None:
-        self._sampler, self._progress, self._task = sampler, progress, task
-
-    @property
-    def busy(self) -> bool:
-        return self._sampler.busy
-
-    def submit(self, request: Request) -> None:
-        self._sampler.submit(request)
-
-    def dispatch(self) -> None:
-        self._sampler.dispatch()
+    def __init__(self, sampler: Published, progress: Progress, task: TaskID) -> None:
+        super().__init__(sampler.engine, sampler.params, sampler.version)
+        self._progress, self._task = progress, task
 
     def collect(self) -> list[Completion]:
-        done = self._sampler.collect()
+        done = super().collect()
         self._progress.advance(self._task, len(done))
         return done
-
-    def settle(self) -> list[Completion]:
-        done = self._sampler.settle()
-        self._progress.advance(self._task, len(done))
-        return done
-
-    def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
-        return self._sampler.cancel(samples)
 
 
 def _checkpoints_of(run: str) -> str:

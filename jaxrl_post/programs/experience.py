@@ -1,52 +1,39 @@
-"""Collects the groups of a step: draws tasks, samples, judges and queues."""
+"""Fills the buffer: draws tasks, has them sampled and judged."""
 
 import dataclasses
 import functools
-import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grain
-import numpy as np
 
+from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.checks import reward_weights
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.rollout import RolloutConfig
-from jaxrl_post.data.codec import Codec
-from jaxrl_post.envs import Environment, Task, WorkerPool, WorkerStartError
+from jaxrl_post.envs import Environment, Task, WorkerStartError
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.tasks import TaskSets
-from jaxrl_post.learner.model import Model
-from jaxrl_post.programs.judge import RewardJudge
-from jaxrl_post.programs.scores import FailedRolloutsError, Scores, score
+from jaxrl_post.programs.build.judge import RewardJudge
+from jaxrl_post.programs.scores import Scores, check_failed, score
 from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.buffer import Admission, Buffer
 from jaxrl_post.rollout.collector import (
     Collector,
-    EpisodeCollector,
+    FailedRolloutsError,
     RolloutTimeoutError,
 )
-from jaxrl_post.rollout.episode import Episode, Group
-from jaxrl_post.rollout.flight import ChangedTaskError, Limits
-from jaxrl_post.rollout.queue import GroupQueue
-from jaxrl_post.rollout.weights import Published
+from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.flight import ChangedTaskError
+from jaxrl_post.rollout.metrics import sampling_metrics
 from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler.port import Sampler
 
-__all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "make_collector"]
-
-_LOGGER = logging.getLogger(__name__)
+__all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "has_spread", "make_buffer"]
 
 # Errors of sampling that a program prints without a traceback; see `run.RUN_ERRORS`.
 SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
-
-# Characters of an error that a warning shows; samples.jsonl has all of it.
-MOST_OF_ERROR = 300
-_TRACEBACK = "Traceback (most recent call last):"
-
-# How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
-FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
@@ -67,9 +54,43 @@ class Evaluation:
     seconds: float
 
 
+def has_spread(group: Group, algorithm: AlgorithmConfig, *, by_part: bool) -> bool:
+    """Returns whether rewards differ that the algorithm compares.
+
+    Args:
+        group: judged.
+        algorithm: options of the run.
+        by_part: whether the algorithm compares the parts of the rewards, each by
+            itself, and not their sums.
+    """
+    if algorithm.turn_credit == "turns":
+        return group.has_turn_spread(algorithm.turn_discount)
+    if by_part:
+        weights = reward_weights(algorithm)
+        counted = [name for name, weight in weights if weight]
+        return group.has_part_spread(counted if weights else None)
+    return group.has_spread
+
+
+def make_buffer(config: RLConfig, *, by_part: bool) -> Buffer:
+    """Makes the empty buffer of a run.
+
+    Args:
+        config: of the run.
+        by_part: as for `has_spread`.
+    """
+    rollout = config.rollout
+    draws = rollout.max_draws if rollout.dynamic_sampling else 1
+    admission = Admission(rollout.prompts_per_step, rollout.partial, draws)
+    if not rollout.dynamic_sampling:
+        return Buffer(admission)
+    spread = functools.partial(has_spread, algorithm=config.algorithm, by_part=by_part)
+    return Buffer(admission, spread)
+
+
 @dataclass
 class Experience:
-    """Draws tasks, has them sampled and judged, and hands out groups to train on.
+    """Draws tasks, has them sampled and judged, and fills a buffer with their groups.
 
     Attributes:
         config: of the run.
@@ -78,69 +99,77 @@ class Experience:
         collector: runs episodes.
         indices: iterator over training tasks.
         greedy: whether each group needs a greedy episode beside its samples.
-        by_part: whether the algorithm compares the parts of the rewards, each by
-            itself, and not their sums.
+        by_part: as for `has_spread`.
         judge: reward model that judges after the environment; None for none.
-        queue: finished groups that wait for the next step.
         drawn: prompts drawn so far, which is the id of the next prompt.
     """
 
     config: RLConfig
     environment: Environment
     stop_ids: tuple[int, ...]
-    collector: EpisodeCollector
+    collector: Collector
     indices: grain.DatasetIterator
     greedy: bool = False
     by_part: bool = False
     judge: RewardJudge | None = None
-    queue: GroupQueue = field(default_factory=GroupQueue)
     drawn: int = 0
     # The sampler that has unfinished samples; None if they are suspended.
-    _paused: Published | None = field(default=None, init=False)
+    _paused: Sampler | None = field(default=None, init=False)
     # Prompt id to the index of its task, for unfinished groups.
     _places: dict[int, int] = field(default_factory=dict, init=False)
     # Prompt id to the task's environment in a mixture, for groups without metrics yet.
     _parts: dict[int, str] = field(default_factory=dict, init=False)
 
-    def collect(
-        self, sampler: Published, number: int
-    ) -> tuple[list[Group], dict[str, float]]:
-        """Samples until there are enough groups to train on.
+    def feed(self, buffer: Buffer, sampler: Sampler, number: int) -> dict[str, float]:
+        """Samples until a buffer has the groups of a step.
 
         Afterwards the parameters may be donated. With `rollout.partial`, unfinished
         groups are suspended, or keep their places in the sampler without
         `rollout.recompute_cache`; the next call continues them.
 
         Args:
+            buffer: gets the groups.
             sampler: with the current parameters bound.
             number: of the step, for messages.
 
         Returns:
-            At most `prompts_per_step` groups, and scalar metrics.
+            Scalar metrics of all groups that were sampled.
 
         Raises:
             FailedRolloutsError: too many episodes failed, or no group is worth training
                 on.
             RolloutTimeoutError: the rollouts took too long.
         """
-        in_parts = self.config.rollout.partial > 0
-        sampled = (self._first if in_parts else self._all)(sampler)
-        metrics = self._sampling_metrics(sampled, number)
-        for name, spent in self.collector.seconds.items():
-            metrics[f"time/{name}"] = spent
-            self.collector.seconds[name] = 0.0
-        if in_parts:
+        sampled, deadline = list[Group](), self._deadline()
+        buffer.open()
+        while True:
+            if count := buffer.admits(self.collector.in_flight):
+                self.collector.start(
+                    self._draw(count),
+                    self.config.rollout.samples_per_prompt,
+                    self.sampling(),
+                )
+                if not buffer.admission.spare:
+                    deadline = self._deadline()
+            if buffer.full or not self.collector.in_flight:
+                break
+            groups = self._ended(sampler, deadline, wave=not buffer.admission.spare)
+            groups = self._judged(groups, sampler)
+            buffer.put(groups)
+            sampled += groups
+        self._hold(sampler)
+        metrics = self._metrics(sampled, number)
+        if buffer.admission.spare:
             metrics["rollout/in_flight"] = float(self.collector.in_flight)
-        groups = self.queue.take(self.config.rollout.prompts_per_step)
-        if not groups:
+        if not len(buffer):
             raise FailedRolloutsError(
                 f"step {number}: none of {len(sampled)} groups had rewards that "
                 "differ; turn --rollout.dynamic-sampling off, or choose tasks that the "
                 "model solves sometimes"
             )
-        return groups, metrics
+        return metrics
 
-    def evaluate(self, sampler: Published) -> Evaluation:
+    def evaluate(self, sampler: Sampler) -> Evaluation:
         """Answers the held-out tasks greedily.
 
         Unfinished groups are suspended, as for a checkpoint, so that their keys are
@@ -160,6 +189,8 @@ class Experience:
         collector = training.apart()
         sampling = self.sampling(temperature=0.0)
         groups = collector.run(sampler, numbered, 1, sampling)
+        # Agents of training may have called while those of the evaluation ran.
+        training.suspend(sampler)
         spent = dict(training.seconds)
         # A reward model has no scale on which an answer is right: the environment says
         # what is solved, unless its word counts for nothing.
@@ -167,7 +198,8 @@ class Experience:
         solving = groups if alone else None
         groups = self._with_model(groups, dict(numbered))
         training.seconds.update(spent)
-        self._judged([group.episodes[0] for group in groups], "evaluation")
+        answers = [group.episodes[0] for group in groups]
+        check_failed(answers, self.config.rollout.max_failed_share, "evaluation")
         scores = score(
             groups,
             solved_reward=self.config.eval.solved_reward,
@@ -183,7 +215,6 @@ class Experience:
         self._suspend()
         return {
             "drawn": self.drawn,
-            "queue": self.queue.to_json(),
             "flights": self.collector.state(),
             "version": self._version,
             "places": [[i, self._places[i]] for i in self.collector.prompt_ids],
@@ -204,7 +235,6 @@ class Experience:
                 "Resume with the version of the run's start"
             )
         self.drawn = value["drawn"]
-        self.queue = GroupQueue.from_json(value["queue"])
         self._places = {prompt_id: place for prompt_id, place in value["places"]}
         tasks = self._tasks["train"]
         self._parts = {i: tasks[place].part for i, place in self._places.items()}
@@ -252,54 +282,38 @@ class Experience:
             self.drawn += 1
         return numbered
 
-    def _all(self, sampler: Published) -> list[Group]:
-        """Samples the missing groups and waits for all of them."""
-        rollout, sampled = self.config.rollout, []
-        wanted = rollout.prompts_per_step
-        for _ in range(rollout.max_draws if rollout.dynamic_sampling else 1):
-            missing = wanted - len(self.queue)
-            if missing <= 0:
-                break
-            # Dynamic sampling draws a whole step's prompts again, since idle slots cost
-            # as much as busy ones; surplus groups stay queued for the next step.
-            numbered = self._draw(wanted if rollout.dynamic_sampling else missing)
-            new = self.collector.run(
-                sampler, numbered, rollout.samples_per_prompt, self.sampling()
-            )
-            new = self._with_model(new, dict(numbered))
-            if self.greedy:
-                new = self._with_greedy(new, sampler, numbered)
-            sampled += self._queued(new)
-        self._places.clear()
-        return sampled
+    def _deadline(self) -> float:
+        return time.monotonic() + self.config.rollout.deadline_s
 
-    def _first(self, sampler: Published) -> list[Group]:
-        """Samples more groups than a step needs, and takes the first that finish."""
-        rollout, sampled = self.config.rollout, list[Group]()
-        wanted = rollout.prompts_per_step
-        most = rollout.max_draws * wanted if rollout.dynamic_sampling else wanted
-        budget = most + rollout.partial
-        deadline = time.monotonic() + rollout.deadline_s
-        while True:
-            under_way = len(self.queue) + self.collector.in_flight
-            count = min(wanted + rollout.partial - under_way, budget)
-            if count > 0:
-                budget -= count
-                self.collector.start(
-                    self._draw(count), rollout.samples_per_prompt, self.sampling()
-                )
-            if len(self.queue) >= wanted or not self.collector.in_flight:
-                break
-            done = self.collector.poll(sampler, deadline)
-            tasks = self._tasks["train"]
-            places = {g.prompt_id: tasks[self._places.pop(g.prompt_id)] for g in done}
-            sampled += self._queued(self._with_model(done, places))
-        if rollout.recompute_cache:
+    def _ended(self, sampler: Sampler, deadline: float, *, wave: bool) -> list[Group]:
+        """Returns the first groups that end, or all groups of a wave as drawn."""
+        groups = self.collector.poll(sampler, deadline)
+        while wave and self.collector.in_flight:
+            groups += self.collector.poll(sampler, deadline)
+        return sorted(groups, key=lambda group: group.prompt_id) if wave else groups
+
+    def _judged(self, groups: list[Group], sampler: Sampler) -> list[Group]:
+        """Adds the reward model's values and greedy episodes; bounds cut rewards."""
+        tasks = {
+            group.prompt_id: self._tasks["train"][self._places.pop(group.prompt_id)]
+            for group in groups
+        }
+        groups = self._with_model(groups, tasks)
+        if self.greedy:
+            groups = self._with_greedy(groups, sampler, list(tasks.items()))
+        if self.config.rollout.truncated == "zero":
+            groups = batching.worthless_if_truncated(groups)
+        return groups
+
+    def _hold(self, sampler: Sampler) -> None:
+        """Lets unfinished groups wait for the next version of the parameters."""
+        if not self.config.rollout.partial:
+            return
+        if self.config.rollout.recompute_cache:
             self.collector.suspend(sampler)
         else:
             self.collector.pause(sampler)
             self._paused = sampler
-        return sampled
 
     def _suspend(self) -> None:
         """Takes unfinished samples back from the sampler."""
@@ -307,32 +321,10 @@ class Experience:
             self.collector.suspend(self._paused)
             self._paused = None
 
-    def _queued(self, groups: list[Group]) -> list[Group]:
-        """Queues the groups to train on; returns all groups."""
-        rollout = self.config.rollout
-        if rollout.truncated == "zero":
-            groups = batching.worthless_if_truncated(groups)
-        keep = groups
-        if rollout.dynamic_sampling:
-            keep = [group for group in groups if self._has_spread(group)]
-        self.queue.put(keep)
-        return groups
-
-    def _has_spread(self, group: Group) -> bool:
-        """Whether rewards differ that the algorithm compares."""
-        algorithm = self.config.algorithm
-        if algorithm.turn_credit == "turns":
-            return group.has_turn_spread(algorithm.turn_discount)
-        if self.by_part:
-            weights = reward_weights(algorithm)
-            counted = [name for name, weight in weights if weight]
-            return group.has_part_spread(counted if weights else None)
-        return group.has_spread
-
     def _with_greedy(
         self,
         groups: list[Group],
-        sampler: Published,
+        sampler: Sampler,
         numbered: Sequence[tuple[int, Task]],
     ) -> list[Group]:
         greedy = self.collector.run(
@@ -355,111 +347,25 @@ class Experience:
         self.collector.seconds["reward"] += time.perf_counter() - begin
         return judged
 
-    def _sampling_metrics(
-        self, sampled: Sequence[Group], number: int
-    ) -> dict[str, float]:
-        """Metrics of all sampled groups, also of those that are not trained on."""
+    def _metrics(self, sampled: Sequence[Group], number: int) -> dict[str, float]:
+        """Metrics of all sampled groups, and the seconds that they took."""
+        metrics: dict[str, float] = {}
+        rollout = self.config.rollout
         episodes = [e for group in sampled for e in group.episodes]
-        if not episodes:
-            return {}
-        rewards = self._judged(episodes, f"step {number}")
-        metrics = {
-            "reward/mean": float(np.mean(rewards)),
-            "reward/std": float(np.std(rewards)),
-            "rollout/failed": float(len(episodes) - len(rewards)),
-            "rollout/groups_with_spread": float(
-                np.mean([self._has_spread(group) for group in sampled])
-            ),
-        }
-        failures = Counter(_failure(e.error) for e in episodes if e.reward is None)
-        metrics |= {f"rollout/failed/{k}": float(n) for k, n in failures.items()}
-        if self.config.rollout.max_turns > 1:
-            ends = [episode.finish_reason for episode in episodes]
-            metrics["rollout/turns"] = float(np.mean([len(e.turns) for e in episodes]))
-            for name in ("turn_limit", "token_limit"):
-                metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
-        metrics |= _means("env", [episode.metrics for episode in episodes])
-        metrics |= _means("env", self._by_part(sampled))
-        metrics |= _means("reward", [episode.rewards for episode in episodes])
-        metrics |= _means("reward/player", [_by_player(each) for each in episodes])
-        greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
-        baselines = [reward for reward in greedy if reward is not None]
-        if baselines:
-            metrics["reward/greedy"] = float(np.mean(baselines))
+        if episodes:
+            check_failed(episodes, rollout.max_failed_share, f"step {number}")
+            metrics = sampling_metrics(
+                sampled,
+                functools.partial(
+                    has_spread, algorithm=self.config.algorithm, by_part=self.by_part
+                ),
+                {
+                    group.prompt_id: self._parts.pop(group.prompt_id)
+                    for group in sampled
+                },
+                turns=rollout.max_turns > 1,
+            )
+        for name, spent in self.collector.seconds.items():
+            metrics[f"time/{name}"] = spent
+            self.collector.seconds[name] = 0.0
         return metrics
-
-    def _by_part(self, sampled: Sequence[Group]) -> list[dict[str, float]]:
-        """The reward of each episode under the name of its part of a mixture."""
-        return [
-            {f"{part}/reward": episode.reward}
-            for group in sampled
-            if (part := self._parts.pop(group.prompt_id))
-            for episode in group.episodes
-            if episode.reward is not None
-        ]
-
-    def _judged(self, episodes: Sequence[Episode], where: str) -> list[float]:
-        """The rewards of the episodes that did not fail."""
-        failed = [e for e in episodes if e.reward is None]
-        share = len(failed) / len(episodes)
-        allowed = self.config.rollout.max_failed_share
-        # If all failed there is nothing to train on, whatever share is allowed.
-        if share > allowed or share == 1:
-            raise FailedRolloutsError(
-                f"{where}: {len(failed)} of {len(episodes)} rollouts failed; "
-                f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
-                f"all of them. The first: {failed[0].error}"
-            )
-        for error, count in Counter(_summary(e.error) for e in failed).items():
-            _LOGGER.warning(
-                "%s: %d of %d rollouts failed: %s", where, count, len(episodes), error
-            )
-        return [e.reward for e in episodes if e.reward is not None]
-
-
-def _summary(error: str) -> str:
-    """What an error says in a line: its first one, or of a traceback the exception."""
-    first, _, rest = error.partition("\n")
-    kind, colon, traceback = first.partition(f": {_TRACEBACK}")
-    if not colon or traceback:
-        return first[:MOST_OF_ERROR]
-    # An exception may have a cause, whose traceback stands before its own. Lines of a
-    # traceback are indented, and the exception follows.
-    last = rest.rpartition(f"{_TRACEBACK}\n")[2]
-    said = [line for line in last.splitlines() if line[:1].strip()] or [_TRACEBACK]
-    return f"{kind}: {said[0]}"[:MOST_OF_ERROR]
-
-
-def _by_player(episode: Episode) -> dict[str, float]:
-    """The rewards of an episode's players; empty without players, or if it failed."""
-    found = {name: episode.of_player(name).reward for name in episode.last_turns}
-    return {name: each for name, each in found.items() if name and each is not None}
-
-
-def _failure(error: str) -> str:
-    """The kind of failure that `Episode.error` begins with."""
-    kind = error.partition(": ")[0]
-    return kind if kind in FAILURES else "other"
-
-
-def make_collector(
-    rollout: RolloutConfig, model: Model, judges: WorkerPool
-) -> Collector:
-    """Makes the collector, which runs episodes and has them judged."""
-    return Collector(
-        codec=Codec(model.tokenizer, rollout.max_result_tokens),
-        judges=judges,
-        limits=Limits(rollout.max_turns, rollout.max_prompt_tokens),
-        deadline_s=rollout.deadline_s,
-        grace_s=rollout.reward_grace_s if rollout.partial else 0.0,
-    )
-
-
-def _means(prefix: str, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each named value, over the episodes that have it."""
-    return {
-        f"{prefix}/{name}": float(
-            np.mean([each[name] for each in found if name in each])
-        )
-        for name in sorted({name for each in found for name in each})
-    }

@@ -2,10 +2,10 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -47,11 +47,12 @@ from jaxrl_post.learner.reference import (
 )
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import ObjectiveFn
+from jaxrl_post.learner.updater import Update
 from jaxrl_post.models import Head
 from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.hub import Fetched, fetch_run
 from jaxrl_post.programs.intervals import wilson_interval
-from jaxrl_post.programs.loop import train
+from jaxrl_post.programs.loop import Trainer, train
 from jaxrl_post.programs.run import (
     Outcome,
     Run,
@@ -269,15 +270,17 @@ def _loop(
     examples: Examples,
     should_stop: Callable[[], bool],
 ) -> Outcome:
-    training = _training(run, job, examples)
+    trainer = _trainer(run, job, examples)
     step, metrics = train(
-        run, training, should_stop=should_stop, log_every=run.config.log_every
+        run, trainer, should_stop=should_stop, log_every=run.config.log_every
     )
-    _say_accuracy(run, metrics, training.held_out, job.noun)
-    return finish(run, training.state, step)
+    _say_accuracy(run, metrics, trainer.held_out, job.noun)
+    return finish(run, trainer.updater.state, step)
 
 
-def _training(run: Run[OfflineConfig], job: Job, examples: Examples) -> "_Training":
+def _trainer(
+    run: Run[OfflineConfig], job: Job, examples: Examples
+) -> "_OfflineTrainer":
     """What the loop trains; nothing else keeps the initial state alive."""
     config, model = run.config, run.model
     learner, state = begin_training(
@@ -308,76 +311,100 @@ def _training(run: Run[OfflineConfig], job: Job, examples: Examples) -> "_Traini
         reference,
         config.update.trees,
     )
-    return _Training(
-        config,
-        feed,
-        state,
-        task_indices(examples.size("train"), config.seed),
-        _held_out(run, feed),
-        job.right,
+    indices = task_indices(examples.size("train"), config.seed)
+    return _OfflineTrainer(
+        _Drawing(feed, indices, config.examples_per_step),
+        _FeedUpdater(feed, state),
+        seed=config.seed,
+        held_out=_held_out(run, feed),
+        right=job.right,
     )
 
 
-@dataclass
-class _Training:
-    """The `loop.Training` of a run on a data set."""
+class _Read(NamedTuple):
+    """The packed examples of a step, and the seconds that it took to read them."""
 
-    config: OfflineConfig
+    drawn: Drawn
+    seconds: float
+
+
+@dataclass
+class _Drawing:
+    """The buffer of a run on a data set: packs the next examples."""
+
+    feed: Feed
+    indices: grain.DatasetIterator
+    count: int
+
+    def take(self) -> _Read:
+        begin = time.perf_counter()
+        chosen = (int(next(self.indices)) for _ in range(self.count))
+        drawn = self.feed.draw("train", chosen)
+        return _Read(drawn, time.perf_counter() - begin)
+
+
+@dataclass
+class _FeedUpdater:
+    """Has the reference score a batch, and takes one optimizer step of it."""
+
     feed: Feed
     state: TrainState
-    indices: grain.DatasetIterator
-    held_out: HeldOut | None
-    right: str
+
+    def update(self, batch: _Read, number: int) -> Update:
+        begin = time.perf_counter()
+        scored = self.feed.scored(batch.drawn)
+        ready = self.feed.ready(self.state.params, scored)
+        after = time.perf_counter()
+        self.state, metrics = self.feed.learner.update(
+            self.state, ready, where=f"step {number}"
+        )
+        jax.block_until_ready(self.state.params)
+        metrics |= {
+            "train/tokens": float(np.sum(ready.loss_mask)),
+            "time/data": batch.seconds,
+            "time/logprobs": after - begin,
+            "time/train": time.perf_counter() - after,
+        }
+        return Update(metrics, int(np.sum(ready.ends > 0)))
+
+
+@dataclass
+class _OfflineTrainer(Trainer):
+    """The trainer of a run on a data set."""
+
+    buffer: _Drawing
+    updater: _FeedUpdater
+    seed: int = field(kw_only=True)
+    held_out: HeldOut | None = field(kw_only=True)
+    right: str = field(kw_only=True)
+
+    @property
+    def indices(self) -> grain.DatasetIterator:
+        return self.buffer.indices
 
     @property
     def layout(self) -> TrainState:
-        return self.feed.learner.layout
+        return self.updater.feed.learner.layout
 
     def logs(self, resume_step: int) -> NoLog:
         del resume_step
         return NoLog()
 
     def snapshot(self) -> TrainState:
-        return self.state
+        return self.updater.state
 
-    def meta(self, *, due: bool) -> dict[str, Any]:
+    def meta(self, *, due: bool = False) -> dict[str, Any]:
         del due
-        return {"seed": self.config.seed}
+        return {"seed": self.seed}
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
         del meta
-        self.state = snapshot
+        self.updater.state = snapshot
 
-    def step(self, number: int) -> dict[str, float]:
-        chosen = (int(next(self.indices)) for _ in range(self.config.examples_per_step))
-        self.state, metrics = _step(self.feed, self.state, chosen, number)
-        return metrics
-
-    def evaluate(self, number: int) -> dict[str, float]:
+    def measure(self, number: int) -> dict[str, float]:
         del number
-        return _evaluated(self.feed, self.state.params, self.held_out, self.right)
-
-
-def _step(
-    feed: Feed, state: PyTree, chosen: Iterable[int], number: int
-) -> tuple[PyTree, dict[str, float]]:
-    begin = time.perf_counter()
-    drawn = feed.draw("train", chosen)
-    read = time.perf_counter()
-    batch = feed.ready(state.params, feed.scored(drawn))
-    scored = time.perf_counter()
-    state, metrics = feed.learner.update(state, batch, where=f"step {number}")
-    jax.block_until_ready(state.params)
-    end = time.perf_counter()
-    tokens = float(np.sum(batch.ends > 0))
-    return state, metrics | {
-        "train/tokens": float(np.sum(batch.loss_mask)),
-        "throughput/tokens_per_second": tokens / (end - begin),
-        "time/data": read - begin,
-        "time/logprobs": scored - read,
-        "time/train": end - scored,
-        "time/step": end - begin,
-    }
+        params = self.updater.state.params
+        return _evaluated(self.updater.feed, params, self.held_out, self.right)
 
 
 def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:

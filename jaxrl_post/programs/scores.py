@@ -1,6 +1,7 @@
 """Scores of an evaluation: accuracy with confidence interval, pass@k, rewards."""
 
 import collections
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,18 +10,22 @@ import numpy as np
 
 from jaxrl_post.losses.credit.baselines import pass_at_k_estimate
 from jaxrl_post.programs.intervals import interval_over_tasks
+from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.rollout.episode import Episode, Group
 
 __all__ = [
-    "FailedRolloutsError",
     "Scores",
+    "check_failed",
     "score",
     "solves",
 ]
 
 
-class FailedRolloutsError(RuntimeError):
-    """More rollouts failed than the configuration allows."""
+_LOGGER = logging.getLogger(__name__)
+
+# Characters of an error that a warning shows; samples.jsonl has all of it.
+MOST_OF_ERROR = 300
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,45 @@ def score(
         stopped=float(np.mean([r.stopped for r in judged])),
         metrics=metrics,
     )
+
+
+def check_failed(episodes: Sequence[Episode], allowed: float, where: str) -> None:
+    """Warns of episodes that failed; refuses more than are allowed.
+
+    Args:
+        episodes: of a step or an evaluation, at least one.
+        allowed: share in [0, 1] that may fail, but never all.
+        where: for messages.
+
+    Raises:
+        FailedRolloutsError: more failed.
+    """
+    failed = [e for e in episodes if e.reward is None]
+    share = len(failed) / len(episodes)
+    # If all failed there is nothing to train on, whatever share is allowed.
+    if share > allowed or share == 1:
+        raise FailedRolloutsError(
+            f"{where}: {len(failed)} of {len(episodes)} rollouts failed; "
+            f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
+            f"all of them. The first: {failed[0].error}"
+        )
+    for error, count in collections.Counter(_summary(e.error) for e in failed).items():
+        _LOGGER.warning(
+            "%s: %d of %d rollouts failed: %s", where, count, len(episodes), error
+        )
+
+
+def _summary(error: str) -> str:
+    """What an error says in a line: its first one, or of a traceback the exception."""
+    first, _, rest = error.partition("\n")
+    kind, colon, traceback = first.partition(f": {_TRACEBACK}")
+    if not colon or traceback:
+        return first[:MOST_OF_ERROR]
+    # An exception may have a cause, whose traceback stands before its own. Lines of a
+    # traceback are indented, and the exception follows.
+    last = rest.rpartition(f"{_TRACEBACK}\n")[2]
+    said = [line for line in last.splitlines() if line[:1].strip()] or [_TRACEBACK]
+    return f"{kind}: {said[0]}"[:MOST_OF_ERROR]
 
 
 def solves(episode: Episode, solved_reward: float) -> bool:

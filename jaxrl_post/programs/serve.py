@@ -22,11 +22,11 @@ from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, check_context, context_of, open_model
+from jaxrl_post.programs.build.engine import bound_engine
 from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.template import template_line, with_run
-from jaxrl_post.rollout.weights import Published
-from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler import EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import split_size
 
@@ -174,21 +174,12 @@ def open_service(config: ServeConfig, model: Model) -> Service:
         max_stop_ids=len(model.tokenizer.stop_ids) + REQUEST_STOP_IDS,
         few_shapes=True,
     )
-    engine = Engine(
-        model.config,
-        sizes,
-        seed=config.seed,
-        dtype=model.dtype,
-        mesh=model.mesh,
-        rules=model.rules,
-        detokenize=model.tokenizer.decode,
-    )
-    sampler = Published(engine, model.whole(model.params), version=0)
+    sampler = bound_engine(model, sizes, seed=config.seed)
     first = Request(0, model.tokenizer.stop_ids[:1], sampling=SamplingParams(0.0))
     first = dataclasses.replace(
         first, sampling=dataclasses.replace(first.sampling, max_tokens=1)
     )
-    engine.generate(sampler.params, [first])
+    sampler.engine.generate(sampler.params, [first])
     service = Service(sampler, max_samples=config.max_samples)
     service.start()
     return service

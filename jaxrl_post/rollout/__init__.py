@@ -1,8 +1,18 @@
 """Rollouts: samples episodes of tasks and has the environment reward their turns."""
 
-from jaxrl_post.rollout.collector import Collector, Sampler
+from jaxrl_post.rollout.buffer import Admission, Buffer
+from jaxrl_post.rollout.collector import Collector
+from jaxrl_post.rollout.dialogue import Dialogue
 from jaxrl_post.rollout.episode import Episode, Group, Turn
 from jaxrl_post.rollout.flight import Limits
-from jaxrl_post.rollout.queue import GroupQueue
 
-__all__ = ["Collector", "Episode", "Group", "GroupQueue", "Limits", "Sampler", "Turn"]
+__all__ = [
+    "Admission",
+    "Buffer",
+    "Collector",
+    "Dialogue",
+    "Episode",
+    "Group",
+    "Limits",
+    "Turn",
+]

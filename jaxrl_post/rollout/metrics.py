@@ -1,12 +1,16 @@
 """Metrics of the rollouts that a step trains on."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.episode import Episode, Group
 
-__all__ = ["rollout_metrics"]
+__all__ = ["rollout_metrics", "sampling_metrics"]
+
+# How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
+FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
 
 
 def rollout_metrics(
@@ -57,3 +61,82 @@ def _exist(groups: Sequence[Group], shape: tuple[int, ...]) -> np.ndarray:
         return valid
     counts = np.array([[len(e.turns) for e in group.episodes] for group in groups])
     return valid[..., None] & (np.arange(shape[2]) < counts[..., None])
+
+
+def sampling_metrics(
+    sampled: Sequence[Group],
+    has_spread: Callable[[Group], bool],
+    parts: Mapping[int, str],
+    *,
+    turns: bool,
+) -> dict[str, float]:
+    """Statistics of all groups that were sampled, also of those not trained on.
+
+    Args:
+        sampled: groups with at least one episode that did not fail.
+        has_spread: whether the algorithm can learn from a group.
+        parts: the environment of a mixture that a group's task is of, by prompt id; ""
+            without a mixture.
+        turns: whether an episode may have several turns.
+    """
+    episodes = [e for group in sampled for e in group.episodes]
+    rewards = [e.reward for e in episodes if e.reward is not None]
+    metrics = {
+        "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards)),
+        "rollout/failed": float(len(episodes) - len(rewards)),
+        "rollout/groups_with_spread": float(
+            np.mean([has_spread(group) for group in sampled])
+        ),
+    }
+    failures = Counter(_failure(e.error) for e in episodes if e.reward is None)
+    metrics |= {f"rollout/failed/{k}": float(n) for k, n in failures.items()}
+    if turns:
+        ends = [episode.finish_reason for episode in episodes]
+        metrics["rollout/turns"] = float(np.mean([len(e.turns) for e in episodes]))
+        for name in ("turn_limit", "token_limit"):
+            metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
+    metrics |= _means("env", [episode.metrics for episode in episodes])
+    metrics |= _means("env", _by_part(sampled, parts))
+    metrics |= _means("reward", [episode.rewards for episode in episodes])
+    metrics |= _means("reward/player", [_by_player(each) for each in episodes])
+    greedy = [g.greedy.reward for g in sampled if g.greedy is not None]
+    baselines = [reward for reward in greedy if reward is not None]
+    if baselines:
+        metrics["reward/greedy"] = float(np.mean(baselines))
+    return metrics
+
+
+def _by_part(
+    sampled: Sequence[Group], parts: Mapping[int, str]
+) -> list[dict[str, float]]:
+    """The reward of each episode under the name of its part of a mixture."""
+    return [
+        {f"{part}/reward": episode.reward}
+        for group in sampled
+        if (part := parts[group.prompt_id])
+        for episode in group.episodes
+        if episode.reward is not None
+    ]
+
+
+def _by_player(episode: Episode) -> dict[str, float]:
+    """The rewards of an episode's players; empty without players, or if it failed."""
+    found = {name: episode.of_player(name).reward for name in episode.last_turns}
+    return {name: each for name, each in found.items() if name and each is not None}
+
+
+def _failure(error: str) -> str:
+    """The kind of failure that `Episode.error` begins with."""
+    kind = error.partition(": ")[0]
+    return kind if kind in FAILURES else "other"
+
+
+def _means(prefix: str, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each named value, over the episodes that have it."""
+    return {
+        f"{prefix}/{name}": float(
+            np.mean([each[name] for each in found if name in each])
+        )
+        for name in sorted({name for each in found for name in each})
+    }

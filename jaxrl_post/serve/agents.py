@@ -2,13 +2,15 @@
 
 An agent runs in a worker process (`envs.AgentEnvironment`) and knows one thing: the
 base URL of its episode. The server is in the process of the trainer; its sampler is
-driven by `AgentCollector.poll`, in the thread of the trainer, with its own arrays.
+driven by `Agents.round`, in the thread of the trainer, with its own arrays.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
+import math
 import secrets
 import socket
 import threading
@@ -22,24 +24,27 @@ import uvicorn
 from jaxrl_post.envs.env import BASE_URL, Answer, Step, Task
 from jaxrl_post.envs.workers.interface import Outcome
 from jaxrl_post.messages import Message, ToolCall
-from jaxrl_post.rollout.collector import RolloutTimeoutError
-from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Group, Turn
+from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Turn
 from jaxrl_post.rollout.judgements import Judgements, Judges
 from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import MOST_FLOAT, SampleId
 from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.calls import Served
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import KINDS, Recording
-from jaxrl_post.serve.service import Sampler
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["AgentCollector", "AgentServer"]
+__all__ = ["AgentServer", "Agents"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Name of the part of a reward that agents post, beside an environment's own parts.
 POSTED = "posted"
 # Seconds for what the server's own thread has to do.
 LOOP_S = 60.0
+# Why an episode has ended whose run went back to a checkpoint.
+STOPPED = "the run was restored from a checkpoint"
 # Seconds between two looks at whether a judgement has arrived, while nothing samples.
 IDLE_S = 0.01
 
@@ -49,7 +54,7 @@ class AgentServer:
     """The server, in a thread beside the trainer.
 
     Attributes:
-        served: the model; its service is not started, but pumped by the collector.
+        served: the model; its service is not started, but pumped by `Agents`.
         episodes: where the episodes are kept.
         url: without a path.
     """
@@ -100,6 +105,10 @@ class AgentServer:
                 server.should_exit = True
                 thread.join(LOOP_S)
 
+    def keep(self, recording: Recording) -> None:
+        """Keeps an episode until it is taken: its agent's deadline bounds it."""
+        self.episodes.keep(recording, math.inf)
+
     def call[Result](self, work: Callable[[], Result]) -> Result:
         """Runs a function in the server's thread, where the recordings belong."""
 
@@ -111,171 +120,123 @@ class AgentServer:
 
 
 @dataclass
-class _Open:
-    """A group with unfinished episodes."""
+class Agents:
+    """Episodes that agents run; an `EpisodeSource` of the collector.
 
-    task: Task
-    sampling: SamplingParams
-    count: int
-    begun: bool = False
-    # The names of episodes under way, by sample.
-    names: dict[int, str] = field(default_factory=dict)
-    episodes: dict[int, Episode] = field(default_factory=dict)
-
-
-@dataclass
-class AgentCollector:
-    """Carries out episodes by agents; the interface of `rollout.collector.Collector`.
-
-    An unfinished episode is in no checkpoint: its agent is a program that cannot be
-    saved. So all episodes of a step end before the step does.
+    An agent is a program, which no checkpoint can hold: an episode that has not ended
+    begins again from its task when a run is resumed. In a run that goes on, an agent
+    whose call is being answered at the end of a step waits: its tokens so far are kept,
+    and parameters of the next step continue them. Deadlines of agents count this time.
 
     Attributes:
         server: the agents' server.
         judges: the environment, in worker processes, one agent each at a time.
         max_turns: most calls of an episode that are answered.
-        deadline_s: maximum seconds of one call of `run`.
         seconds: time spent by phase, "rollout" and "reward"; the caller may reset it.
     """
 
     server: AgentServer
     judges: Judges
     max_turns: int
-    deadline_s: float = 3600.0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"rollout": 0.0, "reward": 0.0}
     )
-    _open: dict[int, _Open] = field(default_factory=dict, init=False)
-    _agents: Judgements = field(init=False)
+    # The task and the recording's name of each episode that has not ended.
+    _running: dict[SampleId, tuple[Task, str]] = field(default_factory=dict, init=False)
+    _answers: Judgements = field(init=False)
 
     def __post_init__(self) -> None:
-        self._agents = Judgements(self.judges)
+        self._answers = Judgements(self.judges)
 
-    @property
-    def in_flight(self) -> int:
-        """Number of unfinished groups."""
-        return len(self._open)
+    def apart(self) -> "Agents":
+        """Returns agents of the same server, without episodes."""
+        return Agents(self.server, self.judges, self.max_turns)
 
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt ids of the unfinished groups, the oldest first."""
-        return tuple(self._open)
-
-    def apart(self) -> "AgentCollector":
-        """A collector of the same kind without episodes."""
-        return AgentCollector(self.server, self.judges, self.max_turns, self.deadline_s)
-
-    def run(
+    def begin(
         self,
-        sampler: Sampler,
-        tasks: Sequence[tuple[int, Task]],
-        num_samples: int,
-        sampling: SamplingParams,
-    ) -> list[Group]:
-        """Runs the episodes of all tasks until they end, as `Collector.run`."""
-        self.start(tasks, num_samples, sampling)
-        done: dict[int, Group] = {}
-        deadline = time.monotonic() + self.deadline_s
-        while len(done) < len(tasks):
-            done |= {group.prompt_id: group for group in self.poll(sampler, deadline)}
-        return [done[prompt_id] for prompt_id, _ in tasks]
-
-    def start(
-        self,
-        tasks: Sequence[tuple[int, Task]],
-        num_samples: int,
+        prompt_id: int,
+        task: Task,
+        samples: Sequence[int],
         sampling: SamplingParams,
     ) -> None:
-        """Starts episodes; the next `poll` starts their agents."""
-        for prompt_id, task in tasks:
-            if prompt_id in self._open:
-                raise ValueError(
-                    f"start: a group has the prompt id {prompt_id} already"
-                )
-            self._open[prompt_id] = _Open(task, sampling, num_samples)
-
-    def poll(self, sampler: Sampler, deadline: float) -> list[Group]:
-        """Samples what agents ask for, and ends the episodes of those that are done.
-
-        Args:
-            sampler: with parameters bound.
-            deadline: value of `time.monotonic` at which the round stops waiting.
-
-        Returns:
-            The groups that finished, in the order of their start.
-
-        Raises:
-            RolloutTimeoutError: the deadline has passed.
-        """
-        if time.monotonic() > deadline:
-            raise RolloutTimeoutError(
-                f"rollout: {len(self._agents)} agents were not done after "
-                f"{self.deadline_s:g} s; raise --rollout.deadline-s, or lower "
-                "--rollout.reward-deadline-s, which bounds one agent"
+        """Opens episodes, and has their agents started."""
+        for index in samples:
+            sample = prompt_id, index
+            name = _name(sample)
+            self._running[sample] = task, name
+            recording = Recording(
+                name,
+                seed=prompt_id << 32 | index,
+                sampling=sampling,
+                most_turns=self.max_turns,
             )
+            self.server.call(lambda kept=recording: self.server.keep(kept))
+            url = f"{self.server.url}/episodes/{name}/v1"
+            called = dataclasses.replace(task, data={**task.data, BASE_URL: url})
+            self._answers.request(called, (), sample)
+
+    def round(self, sampler: Sampler, deadline: float) -> list[Episode]:
+        """Samples what agents ask for; returns the episodes of agents that are done."""
         begin = time.perf_counter()
-        for prompt_id, group in self._open.items():
-            if not group.begun:
-                group.begun = True
-                for index in range(group.count):
-                    self._begin((prompt_id, index), group)
         self.server.served.service.pump(sampler, wait_s=IDLE_S)
         pumped = time.perf_counter()
-        for sample, outcome in self._agents.take(deadline, grace_s=0.0, idle=False):
+        ended = [
             self._ended(sample, outcome)
+            for sample, outcome in self._answers.take(deadline, grace_s=0.0, idle=False)
+        ]
         self.seconds["rollout"] += pumped - begin
         self.seconds["reward"] += time.perf_counter() - pumped
-        done = [
-            prompt_id
-            for prompt_id, group in self._open.items()
-            if len(group.episodes) == group.count
-        ]
-        return [Group(i, _ordered(self._open.pop(i).episodes)) for i in done]
+        return ended
+
+    def waits(self) -> str:
+        """Says what unfinished episodes wait for, for a message."""
+        return (
+            f"their {len(self._answers)} agents were not done "
+            "(--rollout.reward-deadline-s bounds one agent)"
+        )
 
     def pause(self, sampler: Sampler) -> None:
-        """Nothing: all episodes have ended."""
+        """Waits for the device; what is being answered stays in the sampler."""
         del sampler
+        self.server.served.service.settle()
 
     def suspend(self, sampler: Sampler) -> None:
-        """Nothing: all episodes have ended."""
+        """Takes what is being answered back from the sampler, with its tokens."""
         del sampler
+        self.server.served.service.suspend()
 
-    def state(self) -> list[dict[str, Any]]:
-        """[]: all episodes have ended."""
-        assert not self._open, "a step ends when its episodes have ended"
-        return []
+    def state(self, prompt_id: int) -> list[dict[str, Any]]:
+        """Returns which episodes of a group have not ended; nothing else of them."""
+        return [{"sample_index": i} for at, i in self._running if at == prompt_id]
+
+    def forget(self) -> None:
+        """Drops all episodes; what their agents still call is refused."""
+        for sample, (_, name) in self._running.items():
+            self.server.call(lambda name=name: self.server.episodes.take(name, STOPPED))
+            self._answers.end(sample)
+        self._running.clear()
+        self._answers.forget()
 
     def restore(
-        self, value: Sequence[Mapping[str, Any]], tasks: Mapping[int, Task]
+        self,
+        prompt_id: int,
+        task: Task,
+        count: int,
+        sampling: SamplingParams,
+        saved: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Restores a value of `state`."""
-        del tasks
-        if value:
-            raise ValueError(
-                f"the checkpoint has {len(value)} unfinished groups, which agents "
-                "cannot go on with; resume with the environment of the run's start"
-            )
-        self._open = {}
-        self._agents.forget()
-
-    def _begin(self, sample: SampleId, group: _Open) -> None:
-        """Opens an episode and has its agent started."""
-        prompt_id, index = sample
-        name = group.names[index] = _name(sample)
-        recording = Recording(
-            name,
-            seed=prompt_id << 32 | index,
-            sampling=group.sampling,
-            most_turns=self.max_turns,
+        """Begins the episodes of `state` again, from their task."""
+        del count
+        _LOGGER.warning(
+            "rollout: %d episodes of task %s had not ended at the checkpoint, which "
+            "cannot hold their agents; they begin again",
+            len(saved),
+            task.id,
         )
-        deadline_s = self.deadline_s
-        self.server.call(lambda: self.server.episodes.keep(recording, deadline_s))
-        url = f"{self.server.url}/episodes/{name}/v1"
-        task = dataclasses.replace(group.task, data={**group.task.data, BASE_URL: url})
-        self._agents.request(task, (), sample)
+        samples = [each["sample_index"] for each in saved]
+        self.begin(prompt_id, task, samples, sampling)
 
-    def _ended(self, sample: SampleId, outcome: Outcome) -> None:
-        group = self._open[sample[0]]
+    def _ended(self, sample: SampleId, outcome: Outcome) -> Episode:
         why = "the agent is done"
         if outcome.kind == "timeout":
             why = "its agent was stopped at --rollout.reward-deadline-s"
@@ -284,11 +245,11 @@ class AgentCollector:
         # A call that is still under way, or one of a thread that the agent left, is
         # refused with this reason or, later, because there is no such episode: no later
         # episode has its name.
-        name = group.names[sample[1]]
+        task, name = self._running.pop(sample)
         recording = self.server.call(lambda: self.server.episodes.take(name, why))
-        self._agents.end(sample)
-        group.episodes[sample[1]] = _episode(
-            sample, group.task, recording, outcome, self.server.served.tokenizer.decode
+        self._answers.end(sample)
+        return _episode(
+            sample, task, recording, outcome, self.server.served.tokenizer.decode
         )
 
 
@@ -300,10 +261,6 @@ def _name(sample: SampleId) -> str:
     of an episode comes from its seed, never from its name.
     """
     return f"{sample[0]}-{sample[1]}-{secrets.token_hex(8)}"
-
-
-def _ordered(episodes: Mapping[int, Episode]) -> tuple[Episode, ...]:
-    return tuple(episodes[index] for index in sorted(episodes))
 
 
 def _episode(

@@ -1,22 +1,18 @@
 """One sampler for many callers: the thread that runs it, and what callers hand in."""
 
+import dataclasses
 import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
 
 from jaxrl_post.sampler import Completion, Request
-from jaxrl_post.sampler.requests import (
-    Alternatives,
-    FinishReason,
-    SampleId,
-    Unfinished,
-)
+from jaxrl_post.sampler.port import Sampler
+from jaxrl_post.sampler.requests import Alternatives, FinishReason, Unfinished
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["BusyError", "ClosedError", "Sampler", "Service", "Update"]
+__all__ = ["BusyError", "ClosedError", "Service", "Update"]
 
 # Seconds between two looks at whether the service is to end.
 IDLE_S = 0.2
@@ -28,40 +24,6 @@ class BusyError(RuntimeError):
 
 class ClosedError(RuntimeError):
     """The service has ended, or is about to."""
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """The sampler as the service uses it, such as `rollout.weights.Published`."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests are waiting or running."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Raises ValueError if `submit` would refuse it; any thread may ask."""
-        ...
-
-    def submit(self, request: Request) -> None:
-        """Queues a request."""
-        ...
-
-    def dispatch(self) -> None:
-        """Starts bursts of decoding; does not wait for them."""
-        ...
-
-    def collect(self) -> list[Completion]:
-        """Waits for the first burst; returns finished completions."""
-        ...
-
-    def unfinished(self) -> Sequence[Unfinished]:
-        """What each running sample has sampled."""
-        ...
-
-    def cancel(self, samples: Sequence[SampleId] | None = None) -> list[Completion]:
-        """Stops samples (all for None); returns completions of the tokens so far."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,11 +50,55 @@ class Update:
 
 @dataclass
 class _Open:
-    """A request whose samples have not all ended."""
+    """A request whose samples have not all ended.
 
+    Attributes:
+        request: as it was handed in.
+        deliver: gets the news.
+        partial: whether to tell of samples that have not ended.
+        lengths: tokens that the caller knows, by sample that has not ended.
+        held: the tokens, with alternatives, that a sample had when it was suspended.
+    """
+
+    request: Request
     deliver: Callable[[Update], None]
     partial: bool
     lengths: dict[int, int]
+    held: dict[int, tuple[Tokens, Alternatives | None]] = field(default_factory=dict)
+
+    def whole(
+        self, sample: Completion | Unfinished
+    ) -> tuple[Tokens, Alternatives | None]:
+        """Returns all tokens of a sample, those before a suspension included."""
+        if sample.sample_index not in self.held:
+            return sample.tokens, sample.alternatives
+        tokens, alternatives = self.held[sample.sample_index]
+        if alternatives is not None and sample.alternatives is not None:
+            alternatives = alternatives + sample.alternatives
+        return tokens + sample.tokens, alternatives
+
+    def again(self) -> list[Request]:
+        """Returns the requests that continue the suspended samples."""
+        if len(self.lengths) == self.request.num_samples and not any(
+            len(tokens) for tokens, _ in self.held.values()
+        ):
+            # One request, whose prompt is prefilled once.
+            return [self.request]
+        return [self._rest(index) for index in self.lengths]
+
+    def _rest(self, index: int) -> Request:
+        request, ids = self.request, list[int]()
+        if index in self.held:
+            ids = self.held[index][0].ids.tolist()
+        left = request.sampling.max_tokens - len(ids)
+        return dataclasses.replace(
+            request,
+            prompt=(*request.prompt, *ids),
+            num_samples=1,
+            first_sample=index,
+            sampling=dataclasses.replace(request.sampling, max_tokens=left),
+            num_sampled=request.num_sampled + len(ids),
+        )
 
 
 class Service:
@@ -114,12 +120,12 @@ class Service:
         self.error: BaseException | None = None
         self._sampler, self._max_samples = sampler, max_samples
         self._ids = itertools.count()
-        self._inbox: queue.SimpleQueue[tuple[Request, _Open] | int | None] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[_Open | int | None] = queue.SimpleQueue()
         self._open: dict[int, _Open] = {}
         self._lock = threading.Lock()
         self._samples, self._draining, self._closed = 0, False, False
+        # Whether samples are held that the next round hands to the sampler again.
+        self._suspended = False
         self._thread = threading.Thread(
             target=self._run, name="jaxrl_post.serve", daemon=True
         )
@@ -176,7 +182,7 @@ class Service:
             self._samples += count
             first = request.first_sample
             lengths = dict.fromkeys(range(first, first + count), 0)
-            self._inbox.put((request, _Open(deliver, partial, lengths)))
+            self._inbox.put(_Open(request, deliver, partial, lengths))
 
     def cancel(self, prompt_id: int) -> None:
         """Stops a request; its samples end as "cancelled". An unknown id is ignored."""
@@ -192,6 +198,20 @@ class Service:
         """
         self._sampler = sampler
         self._round(self._news(0.0 if sampler.busy else wait_s))
+
+    def settle(self) -> None:
+        """Waits for the device, after `pump`; samples stay in the sampler."""
+        self._finish(self._sampler.settle())
+
+    def suspend(self) -> None:
+        """Takes all samples back from the sampler; the next `pump` continues them."""
+        for completion in self._sampler.cancel():
+            if completion.finish_reason != "cancelled":
+                self._finish([completion])
+                continue
+            opened = self._open[completion.prompt_id]
+            opened.held[completion.sample_index] = opened.whole(completion)
+            self._suspended = True
 
     def abandon(self) -> None:
         """Tells everybody who waits that nothing more will come; for `pump`."""
@@ -233,7 +253,7 @@ class Service:
         finally:
             self._abandon()
 
-    def _news(self, wait_s: float) -> list[tuple[Request, _Open] | int | None]:
+    def _news(self, wait_s: float) -> list[_Open | int | None]:
         """All that callers have handed in; waits so long for the first."""
         found = []
         try:
@@ -243,13 +263,18 @@ class Service:
         except queue.Empty:
             return found
 
-    def _round(self, news: list[tuple[Request, _Open] | int | None]) -> None:
+    def _round(self, news: list[_Open | int | None]) -> None:
+        if self._suspended:
+            self._suspended = False
+            for opened in self._open.values():
+                for request in opened.again():
+                    self._sampler.submit(request)
         cancelled: set[int] = set()
         for item in news:
             if isinstance(item, int):
                 cancelled.add(item)
             elif item is not None:
-                self._begin(*item)
+                self._begin(item)
         stopped = [
             (prompt_id, index)
             for prompt_id in cancelled & self._open.keys()
@@ -265,15 +290,15 @@ class Service:
             opened = self._open.get(sample.prompt_id)
             if opened is None or not opened.partial:
                 continue
-            if len(sample.tokens) > opened.lengths[sample.sample_index]:
-                opened.lengths[sample.sample_index] = len(sample.tokens)
-                update = Update(sample.sample_index, sample.tokens, sample.alternatives)
-                opened.deliver(update)
+            tokens, alternatives = opened.whole(sample)
+            if len(tokens) > opened.lengths[sample.sample_index]:
+                opened.lengths[sample.sample_index] = len(tokens)
+                opened.deliver(Update(sample.sample_index, tokens, alternatives))
 
-    def _begin(self, request: Request, opened: _Open) -> None:
+    def _begin(self, opened: _Open) -> None:
         """Hands a request to the sampler; one that it does not take fails alone."""
         try:
-            self._sampler.submit(request)
+            self._sampler.submit(opened.request)
         except Exception as error:
             with self._lock:
                 self._samples -= len(opened.lengths)
@@ -281,11 +306,12 @@ class Service:
             for index in opened.lengths:
                 opened.deliver(Update(index, none, None, "failed", str(error), refused))
             return
-        self._open[request.prompt_id] = opened
+        self._open[opened.request.prompt_id] = opened
 
     def _finish(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             opened = self._open[completion.prompt_id]
+            tokens, alternatives = opened.whole(completion)
             del opened.lengths[completion.sample_index]
             if not opened.lengths:
                 del self._open[completion.prompt_id]
@@ -294,8 +320,8 @@ class Service:
             opened.deliver(
                 Update(
                     completion.sample_index,
-                    completion.tokens,
-                    completion.alternatives,
+                    tokens,
+                    alternatives,
                     completion.finish_reason,
                     completion.error,
                     completion.refused,
@@ -307,8 +333,8 @@ class Service:
         with self._lock:
             self._draining = self._closed = True
         for item in self._news(0.0):
-            if isinstance(item, tuple):
-                self._open[item[0].prompt_id] = item[1]
+            if isinstance(item, _Open):
+                self._open[item.request.prompt_id] = item
         reason = "cancelled" if self.error is None else "failed"
         error = "" if self.error is None else f"the sampler has ended: {self.error}"
         none = Tokens.context(())

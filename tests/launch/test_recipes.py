@@ -12,7 +12,7 @@ from jaxrl_post.envs import Message, StatelessEnvironment, Task
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.examples.texts import environment_tokenizer
-from jaxrl_post.programs.agents import check_agents
+from jaxrl_post.programs.build.agents import check_agents
 from launch import grpo, reward
 from launch.cli import read_options
 from launch.grpo import PROGRAM

@@ -11,7 +11,7 @@ from jaxrl_post import models
 from jaxrl_post.config.plan import PlanConfig, PlannedRollout
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.families import write_config
-from jaxrl_post.programs.layouts import gathered_bytes
+from jaxrl_post.programs.build.layouts import gathered_bytes
 from jaxrl_post.programs.planning.chips import CHIPS, Chip
 from jaxrl_post.programs.planning.compiling import ProgramPlan, slice_devices
 from jaxrl_post.programs.planning.prediction import assumptions, phases, times

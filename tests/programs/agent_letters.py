@@ -1,7 +1,9 @@
 """Agents that call the model through the openai client, as they would anywhere."""
 
 import threading
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import openai
@@ -21,6 +23,8 @@ class Letters:
         broken: the agent of this task raises.
         silent: the agent of this task calls nobody.
         hanging: the agent of this task does not come back after its first call.
+        waiting: one agent of this task waits after its first call for a file.
+        until: path of the file.
     """
 
     size: int = 40
@@ -29,6 +33,8 @@ class Letters:
     broken: int = -1
     silent: int = -1
     hanging: int = -1
+    waiting: int = -1
+    until: str = ""
     name: str = "letters"
 
     def tasks(self, split: str) -> TaskSequence:
@@ -60,6 +66,8 @@ class Letters:
             first, _ = ask(begin)
             if task.id == self.hanging:
                 threading.Event().wait()
+            if task.id == self.waiting and first_to_come(f"{self.until}.waits"):
+                wait_for(Path(self.until))
             again = [{"role": "user", "content": f"{n}="} for n in (1, 2)]
             for question in again[: 2 if self.branching else 1]:
                 _, turn = ask(begin, first, question)
@@ -126,6 +134,24 @@ class Choosing(Letters):
             said = ask("4", "6", "17")
             assert ask("3") == "3"
         return Step(float(said == "6"), done=True)
+
+
+def first_to_come(path: str) -> bool:
+    """Whether no other process has come here before."""
+    try:
+        with open(path, "x"):
+            return True
+    except FileExistsError:
+        return False
+
+
+def wait_for(path: Path) -> None:
+    """Waits until a file is there; ten minutes are a fault."""
+    for _ in range(6000):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise TimeoutError(path)
 
 
 def even(ids: list[int]) -> float:

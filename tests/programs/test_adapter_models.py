@@ -26,10 +26,10 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, initialize_adapter, merged
 from jaxrl_post.pretrained.peft.files import load_adapter, save_adapter
+from jaxrl_post.programs.build.judge import check_judge
 from jaxrl_post.programs.chat import _model
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch, fetch_run
-from jaxrl_post.programs.judge import check_judge
 from jaxrl_post.programs.places import check_inputs_are_kept, fingerprints
 from jaxrl_post.programs.run import open_run
 from jaxrl_post.types import PyTree

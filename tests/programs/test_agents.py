@@ -14,13 +14,14 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.nim import Nim
-from jaxrl_post.programs.agents import agent_collector, check_agents
-from jaxrl_post.programs.online import _samples
+from jaxrl_post.programs.build.agents import check_agents
+from jaxrl_post.programs.build.collector import open_collector
+from jaxrl_post.programs.rl import _samples
 from jaxrl_post.records.conversations import conversation
 from jaxrl_post.rollout.batch import is_trained
-from jaxrl_post.rollout.collector import EpisodeCollector, RolloutTimeoutError
+from jaxrl_post.rollout.collector import Collector, EpisodeSource, RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode
-from jaxrl_post.serve.agents import AgentCollector
+from jaxrl_post.serve.agents import Agents
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
@@ -37,20 +38,28 @@ def training(environment, config=CONFIG):
     """A trainer whose episodes agents carry out."""
     with WorkerPool(environment, 2, deadline_s=60.0) as judges:
         trainer = trainers.make_trainer(environment, judges, config)
-        model = trainer.updater.model
-        with agent_collector(config, model, judges, trainer.engine) as collector:
+        with open_collector(
+            config, trainer.updater.model, environment, judges, trainer.weights.engine
+        ) as collector:
             trainer.experience.collector = collector
             yield trainer
 
 
 def published(trainer, version):
     model = trainer.updater.model
-    return trainer.weights.publish(trainer.engine, model, model.params, version)
+    weights = trainer.weights
+    return weights.layout.publish(weights.engine, model, model.params, version)
+
+
+def fed(trainer, sampler, number):
+    """The groups of a step, without an update, and their metrics."""
+    metrics = trainer.experience.feed(trainer.buffer, sampler, number)
+    return trainer.buffer.take(), metrics
 
 
 def collected(trainer, number=1):
     """The groups of a step, without an update."""
-    groups, metrics = trainer.experience.collect(published(trainer, number), number)
+    groups, metrics = fed(trainer, published(trainer, number), number)
     return [e for group in groups for e in group.episodes], metrics
 
 
@@ -302,7 +311,7 @@ def test_the_evaluation_is_greedy_and_beside_training():
 def test_an_agent_that_never_ends_is_closed_at_the_deadline():
     config = trainers.changed("rollout", max_turns=3, deadline_s=0.01)
     with training(Letters(), config) as trainer:
-        assert isinstance(trainer.experience.collector, EpisodeCollector)
+        assert isinstance(trainer.experience.collector.episodes, EpisodeSource)
         with pytest.raises(RolloutTimeoutError, match="agents were not done after"):
             collected(trainer)
 
@@ -327,8 +336,8 @@ def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
         sampler, sampling = published(trainer, 0), trainer.experience.sampling()
         # The sampler is compiled first, which takes longer than an agent may here.
         trainer.experience.collector.run(sampler, [(1, tasks[1])], 1, sampling)
-        server = trainer.experience.collector.server
-        collector = AgentCollector(server, quick, max_turns=3, deadline_s=600.0)
+        server = trainer.experience.collector.episodes.server
+        collector = Collector(Agents(server, quick, max_turns=3), deadline_s=600.0)
         begin = time.monotonic()
         groups = collector.run(sampler, [(2, tasks[0]), (3, tasks[2])], 1, sampling)
         assert 10.0 <= time.monotonic() - begin < 500.0

@@ -12,7 +12,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.model import Model
 from jaxrl_post.programs import rl
-from jaxrl_post.programs.layouts import sampler_layout
+from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.sampler import Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests.programs.trainers import CONFIG, RL, make_model

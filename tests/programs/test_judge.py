@@ -18,7 +18,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Task, WorkerPool
 from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.messages import Message as Turn
-from jaxrl_post.programs.judge import open_judge
+from jaxrl_post.programs.build.judge import open_judge
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from tests.programs.trainers import CONFIG, make_trainer
 

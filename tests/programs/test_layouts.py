@@ -23,8 +23,8 @@ from jaxrl_post.models.adapters.lora import (
 )
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import dense, is_matrix, matrices
-from jaxrl_post.programs.layouts import gathered_bytes, sampler_layout
-from jaxrl_post.programs.rl import engine_sizes
+from jaxrl_post.programs.build.engine import engine_sizes
+from jaxrl_post.programs.build.layouts import gathered_bytes, sampler_layout
 from jaxrl_post.rollout.weights import buffer_pointers, bytes_over_links
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh, per_device_bytes
@@ -250,7 +250,7 @@ def test_devices_receive_what_they_lack_and_nothing_else(trainer, sampler):
 TWELVE = """
 import numpy as np, jax, jax.numpy as jnp
 from jaxrl_post.models.spec import ParamSpec, abstract
-from jaxrl_post.programs.layouts import same_devices
+from jaxrl_post.programs.build.layouts import same_devices
 from jaxrl_post.rollout.weights import Relayout
 from jaxrl_post.sharding import create_mesh, named_shardings
 

@@ -14,8 +14,9 @@ from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.lookup import lookup
 from jaxrl_post.envs.tasks.mixture import Part, mixture
 from jaxrl_post.examples.texts import environment_tokenizer
-from jaxrl_post.programs.agents import agent_collector, check_agents
-from jaxrl_post.programs.online import _evaluated
+from jaxrl_post.programs.build.agents import check_agents
+from jaxrl_post.programs.build.collector import open_collector
+from jaxrl_post.programs.rl import _evaluated
 from tests.programs.agent_letters import Duel, Letters
 from tests.programs.trainers import changed, make_trainer
 
@@ -86,8 +87,7 @@ def test_a_resumed_run_still_knows_whose_tasks_were_under_way(coin):
         place = trainer.experience.indices.get_state()
         metrics, _ = trainer.step(2)
         resumed = make_trainer(joined, judges, config)
-        resumed.load_snapshot(snapshot)
-        resumed.load_meta(meta)
+        resumed.restore(snapshot, meta)
         resumed.experience.indices.set_state(place)
         again, _ = resumed.step(2)
     assert rewards_of(metrics, "env")
@@ -102,8 +102,9 @@ def test_agents_of_two_environments_in_one_run():
     check_agents(joined, config)
     with WorkerPool(joined, 2, deadline_s=60.0) as judges:
         trainer = make_trainer(joined, judges, config)
-        model = trainer.updater.model
-        with agent_collector(config, model, judges, trainer.engine) as collector:
+        with open_collector(
+            config, trainer.updater.model, joined, judges, trainer.weights.engine
+        ) as collector:
             trainer.experience.collector = collector
             metrics, groups = trainer.step(1)
             measured = _evaluated(trainer.evaluate())

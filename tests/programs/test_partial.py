@@ -11,7 +11,8 @@ import pytest
 
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, TaskSequence, WorkerPool
-from jaxrl_post.programs.rl import Trainer, make_engine
+from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.rl import OnlineTrainer
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.packed_rows import sequences_in
@@ -68,11 +69,11 @@ def test_a_step_takes_the_first_groups_and_the_others_go_on(coin, judges):
             assert versions.max() <= version
             assert (np.diff(versions) >= 0).all()
             ages |= set((version - versions).tolist())
-        waiting = len(trainer.experience.queue)
+        waiting = len(trainer.buffer)
         # Eight more prompts than a step needs were drawn before it was taken.
         assert metrics["rollout/in_flight"] + waiting == 8
         assert trainer.experience.drawn == 4 * number + 8
-        assert not trainer.engine.busy
+        assert not trainer.weights.engine.busy
     # Every prompt once; those that are missing are still under way, or wait.
     assert set(seen.values()) == {1}
     state = trainer.meta()
@@ -162,8 +163,7 @@ def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
     first.evaluate()
     again = make_trainer(coin.Relay(), judges, CONFIG)
     again.experience.indices.set_state(place)
-    again.load_snapshot(snapshot)
-    again.load_meta(meta)
+    again.restore(snapshot, meta)
     for number in range(stop + 1, 6):
         metrics, groups = again.step(number)
         assert facts(metrics) == facts(expected[number - 1][0])
@@ -171,14 +171,14 @@ def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
     assert_same(again.snapshot(), whole.snapshot())
 
 
-def in_short_bursts(judges: WorkerPool, relay, *, recompute: bool) -> Trainer:
+def in_short_bursts(judges: WorkerPool, relay, *, recompute: bool) -> OnlineTrainer:
     """A trainer whose steps find samples in the middle of a turn."""
     rollout = dataclasses.replace(
         CONFIG.rollout, num_slots=20, steps_per_call=1, recompute_cache=recompute
     )
     config = dataclasses.replace(CONFIG, rollout=rollout)
     trainer = make_trainer(relay, judges, config)
-    trainer.engine = make_engine(
+    trainer.weights.engine = make_engine(
         rollout, trainer.updater.model, trainer.weights, seed=0
     )
     return trainer
@@ -189,7 +189,7 @@ def test_samples_that_go_on_may_keep_their_keys(coin, judges):
     prefilled, errors, versions = {}, {}, {}
     for recompute in (True, False):
         trainer = in_short_bursts(judges, coin.Relay(), recompute=recompute)
-        engine, learner = trainer.engine, trainer.updater.learner
+        engine, learner = trainer.weights.engine, trainer.updater.learner
         error, left = {False: 0.0, True: 0.0}, 0
         for number in range(1, 7):
             versions[number - 1] = jax.tree.map(np.array, trainer.updater.state.params)
@@ -232,8 +232,7 @@ def test_a_checkpoint_and_an_evaluation_compute_kept_keys_again(coin, judges):
     expected = [first.step(number) for number in range(3, 6)]
     again = in_short_bursts(judges, coin.Relay(), recompute=False)
     again.experience.indices.set_state(place)
-    again.load_snapshot(snapshot)
-    again.load_meta(meta)
+    again.restore(snapshot, meta)
     for number, (told, groups) in zip(range(3, 6), expected, strict=True):
         metrics, found = again.step(number)
         assert facts(metrics) == facts(told)
@@ -254,9 +253,9 @@ def test_a_step_computes_what_an_evaluation_computed_before(coin):
         for number in (1, 2):
             if number == 2:
                 trainer.evaluate()
-            before = trainer.engine.prefilled_tokens
+            before = trainer.weights.engine.prefilled_tokens
             trainer.step(number)
-            prefilled.append(trainer.engine.prefilled_tokens - before)
+            prefilled.append(trainer.weights.engine.prefilled_tokens - before)
     # The same four prompts in each.
     assert prefilled[0] == prefilled[1] > 0
 
@@ -278,8 +277,7 @@ def test_sessions_do_what_a_pure_step_does_resumed_or_not(coin, judges):
     with WorkerPool(coin.StatefulRelay(), 2) as pool:
         again = make_trainer(coin.StatefulRelay(), pool, CONFIG)
         again.experience.indices.set_state(place)
-        again.load_snapshot(snapshot)
-        again.load_meta(meta)
+        again.restore(snapshot, meta)
         for number in range(3, 5):
             metrics, groups = again.step(number)
             assert facts(metrics) == facts(expected[number - 1][0])
@@ -299,7 +297,7 @@ def test_a_flight_does_not_come_back_to_another_version(coin, judges):
     with pytest.raises(
         ChangedTaskError, match=r"version '' of environment relay.* is version '2'"
     ):
-        other.load_meta(trainer.meta())
+        other.restore(other.snapshot(), trainer.meta())
 
 
 def test_a_flight_does_not_come_back_to_other_tasks(coin, judges):
@@ -315,7 +313,7 @@ def test_a_flight_does_not_come_back_to_other_tasks(coin, judges):
 
     other = make_trainer(Changed(), judges, CONFIG)
     with pytest.raises(ChangedTaskError, match=r"Resume with the environment and data"):
-        other.load_meta(meta)
+        other.restore(other.snapshot(), meta)
 
 
 def test_dynamic_sampling_takes_the_first_groups_with_spread(coin):
@@ -347,8 +345,8 @@ def test_dynamic_sampling_keeps_groups_whose_turns_differ(coin, judges):
         ({}, []),
     ):
         trainer = make_trainer(coin.Relay(), judges, with_credit(config, **options))
-        trainer.experience._queued([group(0.0, 1.0), group(0.5, 0.5)])
-        found = trainer.experience.queue.take(9)
+        trainer.buffer.put([group(0.0, 1.0), group(0.5, 0.5)])
+        found = trainer.buffer.take()
         assert found == [group(*rewards) for rewards in kept]
 
 

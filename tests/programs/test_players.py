@@ -12,7 +12,7 @@ from jaxrl_post.records.report.trees import tree
 from jaxrl_post.rollout.episode import Episode
 from tests.programs import trainers
 from tests.programs.agent_letters import Duel, Lenient
-from tests.programs.test_agents import published, served, step_as_served, training
+from tests.programs.test_agents import fed, published, served, step_as_served, training
 
 pytestmark = pytest.mark.processes
 
@@ -25,8 +25,7 @@ GAME = Lenient(**SIZES)
 
 
 def groups_of(trainer):
-    groups, metrics = trainer.experience.collect(published(trainer, 1), 1)
-    return groups, metrics
+    return fed(trainer, published(trainer, 1), 1)
 
 
 def test_every_row_of_a_game_trains_what_was_served(served):
@@ -68,7 +67,7 @@ def test_the_tokens_of_a_player_have_the_sign_of_its_result(credit):
     with training(GAME, CONFIG) as trainer:
         groups, _ = groups_of(trainer)
         trainer.updater.config = dataclasses.replace(CONFIG, algorithm=algorithm)
-        made, _ = trainer.updater.sequences(groups, 1, "nim")
+        made, _ = trainer.updater.sequences(groups)
     episodes = [episode for group in groups for episode in group.episodes]
     assert len(made) == 2 * len(episodes)
     differ = 0

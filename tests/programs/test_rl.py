@@ -14,11 +14,10 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.learner.learner import DivergenceError
-from jaxrl_post.programs.scores import FailedRolloutsError
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
+from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.rollout.episode import Episode, Group, Turn
-from jaxrl_post.rollout.queue import GroupQueue
 from jaxrl_post.tokens import Tokens
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import (
@@ -88,9 +87,9 @@ def test_a_group_whose_parts_differ_is_kept_where_parts_are_compared(
     kept = []
     for options in (AlgorithmConfig("gdpo", reward_weights=weights), AlgorithmConfig()):
         config = dataclasses.replace(config, algorithm=options)
-        experience = make_trainer(coin.Coin(), judges, config).experience
-        experience._queued([group])
-        kept.append(len(experience.queue))
+        buffer = make_trainer(coin.Coin(), judges, config).buffer
+        buffer.put([group])
+        kept.append(len(buffer))
     assert kept == [int(spread), 0]
 
 
@@ -147,14 +146,14 @@ def test_meta_brings_buffer_and_numbering_back(coin, judges):
     trainer = make_trainer(coin.Coin(), judges, config)
     for number in range(1, 9):
         trainer.step(number)
-        if len(trainer.experience.queue):
+        if len(trainer.buffer):
             break
-    assert len(trainer.experience.queue), "no group waits: the test shows nothing"
+    assert len(trainer.buffer), "no group waits: the test shows nothing"
     meta = json.loads(json.dumps(trainer.meta()))
     other = make_trainer(coin.Coin(), judges, config)
-    other.load_meta(meta)
+    other.restore(other.snapshot(), meta)
     assert other.experience.drawn == trainer.experience.drawn
-    assert other.experience.queue.take(9) == trainer.experience.queue.take(9)
+    assert other.buffer.take() == trainer.buffer.take()
 
 
 def test_failed_rollouts_are_counted_named_and_left_out(coin, caplog):
@@ -314,7 +313,10 @@ def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
     config = changed("rollout", truncated="mask")
     trainer = make_trainer(coin.Coin(), judges, config)
     groups = trainer.experience.collector.run(
-        trainer.publish(), trainer.experience._draw(4), 4, trainer.experience.sampling()
+        trainer.weights.publish(),
+        trainer.experience._draw(4),
+        4,
+        trainer.experience.sampling(),
     )
     cut = [
         dataclasses.replace(
@@ -325,7 +327,7 @@ def test_a_step_of_which_everything_was_cut_says_so(coin, judges):
         )
         for group in groups
     ]
-    trainer.experience.queue.put(cut)
+    trainer.buffer.put(cut)
     with pytest.raises(
         FailedRolloutsError, match=r"step 1: every answer was cut at --rollout.max-tok"
     ):
@@ -391,7 +393,7 @@ def test_a_snapshot_holds_the_critic_too(coin, judges):
     trainer.step(1)
     snapshot = jax.tree.map(np.array, trainer.snapshot())
     other = make_trainer(coin.Coin(), judges, ppo())
-    other.load_snapshot(snapshot)
+    other.restore(snapshot, trainer.meta())
     assert_same(other.updater.critic.state, trainer.updater.critic.state)
     assert_same(other.updater.state, trainer.updater.state)
     assert other.updater.state.critic is None
@@ -454,10 +456,10 @@ def test_demonstrations_take_the_place_of_rollouts(coin, judges):
     config = taught(divergence="forward_kl", data="demonstrations")
     trainer = make_trainer(environment, judges, config)
     with_another_teacher(trainer)
-    sampled = trainer.engine.compilations.total()
+    sampled = trainer.weights.engine.compilations.total()
     metrics, groups = trainer.step(1)
     assert groups == []
-    assert trainer.engine.compilations.total() == sampled
+    assert trainer.weights.engine.compilations.total() == sampled
     assert not any(name.startswith(("rollout/", "reward/")) for name in metrics)
     ((_, batch),) = trainer.updater.learner.seen
     tokenizer = trainer.updater.model.tokenizer
@@ -517,10 +519,10 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
         found = batch.advantages[row][places][trained]
         assert set(found.tolist()) == {values[tokens]}
     # Greedy: the same prompt has the same answer, whatever the noise.
-    restored = GroupQueue.from_json(
-        json.loads(json.dumps(GroupQueue(groups).to_json()))
-    )
-    assert restored.take(9) == groups
+    trainer.buffer.put(groups)
+    saved = json.loads(json.dumps(trainer.buffer.to_json()))
+    trainer.buffer.load(saved)
+    assert trainer.buffer.take() == groups
 
 
 def test_opo_weighs_the_mean_reward_by_length(coin, judges):

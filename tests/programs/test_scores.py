@@ -8,8 +8,9 @@ import pytest
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.programs.intervals import interval_over_tasks, wilson_interval
-from jaxrl_post.programs.scores import FailedRolloutsError, score
+from jaxrl_post.programs.scores import score
 from jaxrl_post.rollout import Episode, Group, Turn
+from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.tokens import Tokens
 from tests.programs.trainers import changed, make_trainer
 

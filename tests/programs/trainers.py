@@ -17,22 +17,20 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
-from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, WorkerPool
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.algorithm import make_algorithm
-from jaxrl_post.learner.critic import open_critic
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model
-from jaxrl_post.learner.reference import beside_teacher, open_reference
-from jaxrl_post.learner.updater import Critic, Updater
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.programs import rl
-from jaxrl_post.programs.experience import Experience, make_collector
-from jaxrl_post.programs.layouts import sampler_layout
+from jaxrl_post.programs.build import trainer as build
+from jaxrl_post.programs.build.collector import make_collector
+from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.programs.offline import run_offline
+from jaxrl_post.programs.rl import OnlineTrainer
 from jaxrl_post.programs.run import Outcome
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.sampler import Engine
@@ -84,19 +82,6 @@ class Watched(Learner):
         return super().update(state, batch, where=where, **options)
 
 
-def _begin(
-    model: Model, objective, *, exact: bool = False
-) -> tuple[Learner, training.TrainState]:
-    return begin_training(
-        model,
-        objective,
-        RL.optimizer,
-        RL.update,
-        num_steps=100,
-        exact=exact,
-    )
-
-
 @functools.cache
 def _parts(
     algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool, kept_ids: int
@@ -104,10 +89,12 @@ def _parts(
     """What compiles: made once for every algorithm."""
     model = make_model()
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
-    learner, _ = _begin(model, made.objective, exact=exact)
+    learner, _ = begin_training(
+        model, made.objective, RL.optimizer, RL.update, num_steps=100, exact=exact
+    )
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
     weights = sampler_layout(RL.rollout, model)
-    engine = rl.make_engine(
+    engine = make_engine(
         RL.rollout, model, weights, seed=0, exact=exact, kept_ids=kept_ids
     )
     return made, watched, engine
@@ -115,48 +102,27 @@ def _parts(
 
 def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
-) -> rl.Trainer:
+) -> OnlineTrainer:
     """A trainer at step 0. Sizes and optimizer must be those of RL."""
     algorithm, learner, engine = _parts(
         config.algorithm, config.distill, config.exact, config.kept_ids
     )
     model = make_model()
     jax.set_mesh(learner.mesh)
-    critic = None
-    if algorithm.value_objective is not None:
-        value_model = open_critic(config.critic, model, seed=config.seed, longest=24)
-        learns, state = _begin(value_model, algorithm.value_objective)
-        critic = Critic(value_model, learns, state)
-    reference = None
-    if algorithm.needs_reference or algorithm.divergence is not None:
-        reference = open_reference(model, learner, None, "", longest=24)
-    if reference is not None and algorithm.divergence is not None:
-        learner = beside_teacher(
-            learner, reference, algorithm.divergence, temperature=1.0
-        )
+    state = training.create(model.params, learner.optimizer, learner.layout)
     demonstrations = None
     if config.distill.data == "demonstrations":
         demonstrations = Demonstrations(environment, 24)
-    experience = Experience(
-        config=config,
-        environment=environment,
-        stop_ids=model.tokenizer.stop_ids,
-        collector=make_collector(config.rollout, model, judges),
-        indices=task_indices(len(environment.tasks("train")), config.seed),
-        greedy=algorithm.reads == "greedy",
-        by_part=algorithm.reads == "components",
+    return build.make_trainer(
+        build.make_updater(
+            config, model, algorithm, environment, begun=(learner, state)
+        ),
+        environment,
+        make_collector(config.rollout, model, judges),
+        engine,
+        sampler_layout(config.rollout, model),
+        demonstrations=demonstrations,
     )
-    updater = Updater(
-        config=config,
-        model=model,
-        algorithm=algorithm,
-        learner=learner,
-        state=training.create(model.params, learner.optimizer, learner.layout),
-        reference=reference,
-        critic=critic,
-    )
-    weights = sampler_layout(config.rollout, model)
-    return rl.Trainer(engine, experience, updater, weights, demonstrations)
 
 
 def changed(section: str, **values) -> RLConfig:

@@ -5,10 +5,24 @@ from typing import Any
 
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.envs import Message
-from jaxrl_post.sampler.requests import Completion, Request, SampleId
+from jaxrl_post.rollout import Collector, Dialogue, Limits
+from jaxrl_post.rollout.judgements import Judges
+from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 from jaxrl_post.tokens import Tokens
 
 STOP = 0
+
+
+def collector(
+    codec: Any,
+    judges: Judges,
+    limits: Limits,
+    *,
+    deadline_s: float = 3600.0,
+    grace_s: float = 0.0,
+) -> Collector:
+    """A collector of a dialogue."""
+    return Collector(Dialogue(codec, judges, limits, grace_s), deadline_s)
 
 
 class Characters:
@@ -72,6 +86,12 @@ class ScriptedSampler:
     @property
     def busy(self) -> bool:
         return bool(self._waiting)
+
+    def check(self, request: Request) -> None:
+        pass
+
+    def unfinished(self) -> list[Unfinished]:
+        return []
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)

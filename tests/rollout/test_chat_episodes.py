@@ -18,7 +18,7 @@ from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Step, Task
 from jaxrl_post.envs.workers.pool import Outcome
-from jaxrl_post.rollout import Collector, Episode, Limits
+from jaxrl_post.rollout import Episode, Limits
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.batch import sequences
 from jaxrl_post.rollout.episode import Group
@@ -29,6 +29,7 @@ from jaxrl_post.sampler.requests import (
     SampleId,
     SamplingParams,
 )
+from tests.rollout.scripts import collector as make_collector
 from tests.rollout.scripts import sampled
 
 PARITY = Path(__file__).parents[1] / "parity"
@@ -138,7 +139,7 @@ def play(
     sampler = Scripted(turns)
     limits = Limits(max_turns=len(turns), max_prompt_tokens=longest)
     judges = Asking(len(turns), question)
-    collector = Collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
+    collector = make_collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
     task = Task(0, (ASK,), "")
     [group] = collector.run(sampler, [(3, task)], 1, SamplingParams())
     return group.episodes[0], sampler.requests

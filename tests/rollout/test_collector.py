@@ -13,9 +13,11 @@ import pytest
 from jaxrl_post.envs import Message, Task, WorkerPool
 from jaxrl_post.envs.workers.pool import Outcome
 from jaxrl_post.rollout import Collector, Group, Limits
-from jaxrl_post.rollout.collector import RolloutTimeoutError, SeveralTurnsError
+from jaxrl_post.rollout.collector import RolloutTimeoutError
+from jaxrl_post.rollout.dialogue import SeveralTurnsError
 from jaxrl_post.sampler.requests import Request, SamplingParams
 from jaxrl_post.tokens import Tokens
+from tests.rollout import scripts
 from tests.rollout.scripts import STOP, Characters, ScriptedSampler
 
 pytestmark = pytest.mark.processes
@@ -26,7 +28,7 @@ LIMITS = Limits(max_prompt_tokens=200)
 
 def make_collector(judges: WorkerPool, **options) -> Collector:
     given = {"limits": LIMITS, "deadline_s": 60.0, **options}
-    return Collector(codec=Characters(), judges=judges, **given)
+    return scripts.collector(Characters(), judges, **given)
 
 
 def tasks(count: int) -> list[tuple[int, Task]]:
@@ -138,8 +140,8 @@ def test_a_deadline_says_that_it_waited_for_a_reward(scripted):
     try:
         with pytest.raises(
             RolloutTimeoutError,
-            match=r"rollout: 2 episodes were not finished after 1\.5 s, 2 of them "
-            r"waiting for a reward; raise the rollout deadline or lower max_tokens",
+            match=r"rollout: 2 episodes were not finished after 1\.5 s; 2 of them wait "
+            r"for a reward\. Raise the rollout deadline",
         ):
             make_collector(judges, deadline_s=1.5).run(sampler, tasks(1), 3, SAMPLING)
         assert time.monotonic() - begin < 50
@@ -151,7 +153,7 @@ def test_a_deadline_says_that_it_waited_for_the_sampler(scripted):
     with WorkerPool(scripted.Scripted()) as judges:
         collector = make_collector(judges, deadline_s=0.2)
         with pytest.raises(
-            RolloutTimeoutError, match=r"4 episodes .* 0 of them waiting"
+            RolloutTimeoutError, match=r"4 episodes .* 0 of them wait for a reward"
         ):
             collector.run(ScriptedSampler(str, burst=0), tasks(2), 2, SAMPLING)
 
@@ -203,7 +205,7 @@ def say(request: Request, index: int) -> str:
 
 
 def played(sampler, environment) -> list[Group]:
-    collector = Collector(Characters(), Prompt(environment), TURNS)
+    collector = scripts.collector(Characters(), Prompt(environment), TURNS)
     numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
     return collector.run(sampler, numbered, 3, SAMPLING)
 
@@ -233,7 +235,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
     expected = played(ScriptedSampler(say, 5, pieces=4), environment)
     tasks = {7 + i: environment.tasks("train")[i] for i in range(4)}
     random = np.random.default_rng(seed)
-    collector = Collector(Characters(), Patient(environment), TURNS)
+    collector = scripts.collector(Characters(), Patient(environment), TURNS)
     collector.start(list(tasks.items()), 3, SAMPLING)
     sampler = ScriptedSampler(say, 5, pieces=4, version=0)
     found: list[Group] = []
@@ -252,7 +254,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
             version += 1
             sampler = ScriptedSampler(say, 5, pieces=4, version=version)
             sampler.requests = requests
-            collector = Collector(Characters(), Patient(environment), TURNS)
+            collector = scripts.collector(Characters(), Patient(environment), TURNS)
             collector.restore(state, tasks)
             assert json.loads(json.dumps(collector.state())) == state
         if not sampler.busy:
@@ -290,7 +292,7 @@ def test_a_burst_of_quick_judgements_is_no_slow_one(two_turns):
     worker = threading.Thread(target=judges.work)
     worker.start()
     try:
-        collector = Collector(Characters(), judges, TURNS, grace_s=2.0)
+        collector = scripts.collector(Characters(), judges, TURNS, grace_s=2.0)
         numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
         collector.start(numbered, 12, SAMPLING)
         sampler = ScriptedSampler(say, 48)
@@ -315,13 +317,13 @@ def test_every_session_is_ended_once_however_its_episode_ends(two_turns):
         (Limits(max_turns=2, max_prompt_tokens=9), {"token_limit"}),
     ):
         judges = Prompt(environment)
-        groups = Collector(Characters(), judges, limits).run(
+        groups = scripts.collector(Characters(), judges, limits).run(
             ScriptedSampler(say, 4), numbered, 2, SAMPLING
         )
         assert {e.finish_reason for g in groups for e in g.episodes} == ends
         assert sorted(judges.ended) == everyone
     judges = Patient(environment)
-    collector = Collector(Characters(), judges, TURNS)
+    collector = scripts.collector(Characters(), judges, TURNS)
     collector.start(numbered, 2, SAMPLING)
     sampler = ScriptedSampler(say, 6, pieces=3)
     collector.poll(sampler, time.monotonic() + 60)
@@ -339,7 +341,7 @@ def test_every_session_is_ended_once_however_its_episode_ends(two_turns):
 def test_a_slow_judge_holds_up_its_own_group_alone(two_turns):
     environment = two_turns.TwoTurns()
     judges = Patient(environment)
-    collector = Collector(Characters(), judges, TURNS, grace_s=0.05)
+    collector = scripts.collector(Characters(), judges, TURNS, grace_s=0.05)
     numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
     sampler = ScriptedSampler(say, 4, pieces=3)
     collector.start(numbered, 3, SAMPLING)
@@ -367,7 +369,7 @@ def test_an_answer_to_what_was_given_up_is_dropped(two_turns):
     environment = two_turns.TwoTurns()
     task = environment.tasks("train")[0]
     judges = Patient(environment)
-    collector = Collector(Characters(), judges, TURNS)
+    collector = scripts.collector(Characters(), judges, TURNS)
     collector.start([(7, task)], 1, SAMPLING)
     sampler = ScriptedSampler(say)
     collector.poll(sampler, time.monotonic() + 60)
@@ -403,7 +405,7 @@ def test_within_its_grace_it_does_not_matter_how_fast_a_judge_is(two_turns):
 
     histories = []
     for judges in (Prompt(environment), Delayed(environment)):
-        collector = Collector(Characters(), judges, TURNS, grace_s=30.0)
+        collector = scripts.collector(Characters(), judges, TURNS, grace_s=30.0)
         sampler = ScriptedSampler(say, 2, pieces=2)
         numbered = [(7 + i, environment.tasks("train")[i]) for i in range(4)]
         collector.start(numbered, 3, SAMPLING)
@@ -418,7 +420,7 @@ def test_within_its_grace_it_does_not_matter_how_fast_a_judge_is(two_turns):
 
 def test_a_prompt_id_that_is_under_way_is_refused(two_turns):
     environment = two_turns.TwoTurns()
-    collector = Collector(Characters(), Patient(environment), TURNS)
+    collector = scripts.collector(Characters(), Patient(environment), TURNS)
     task = environment.tasks("train")[0]
     collector.start([(7, task)], 1, SAMPLING)
     with pytest.raises(ValueError, match=r"a group has the prompt id 7 already"):

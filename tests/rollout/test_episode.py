@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_post.envs.env import Answer, Message, ToolCall
 from jaxrl_post.programs.scores import score
-from jaxrl_post.rollout import Episode, Group, GroupQueue, Turn
+from jaxrl_post.rollout import Admission, Buffer, Episode, Group, Turn
 from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.tokens import Tokens
 
@@ -128,7 +128,7 @@ def test_an_episode_is_the_sum_of_its_turns():
     assert dataclasses.replace(episode, error="boom").reward is None
 
 
-def test_the_queue_comes_back_exactly_through_json():
+def test_the_buffer_comes_back_exactly_through_json():
     random = np.random.default_rng(0)
     logprobs = -random.exponential(size=2).astype(np.float32)
     tokens = Tokens.generated([2, 3], logprobs, version=3)
@@ -140,12 +140,13 @@ def test_the_queue_comes_back_exactly_through_json():
         Group(8, (make_episode(1.0, rewards={"a": 0.1}),), make_episode(0.3)),
         Group(9, (dataclasses.replace(make_episode(None), turns=()),)),
     ]
-    queue = GroupQueue(groups)
-    text = json.dumps(queue.to_json())
-    restored = GroupQueue.from_json(json.loads(text))
-    assert len(queue) == 5, "looking is not taking"
-    assert restored.take(9) == groups
-    assert json.dumps(GroupQueue(groups).to_json()) == text
+    buffer, restored = Buffer(Admission(5)), Buffer(Admission(5))
+    buffer.put(groups)
+    text = json.dumps(buffer.to_json())
+    restored.load(json.loads(text))
+    assert len(buffer) == 5, "looking is not taking"
+    assert json.dumps(restored.to_json()) == text
+    assert restored.take() == groups
 
 
 def test_a_turn_comes_back_with_what_was_said_in_parts():
@@ -177,13 +178,14 @@ def test_a_turn_continues_the_one_before_unless_it_begins_a_sequence():
     assert branched.parents == [None, 0, None, 1, 3]
 
 
-def test_the_queue_gives_the_oldest_first_and_what_it_has():
+def test_the_buffer_gives_the_oldest_first_and_what_it_has():
     groups = [Group(i, ()) for i in range(5)]
-    queue = GroupQueue(groups[:2])
-    queue.put(groups[2:])
-    assert queue.take(3) == groups[:3]
-    assert queue.take(3) == groups[3:]
-    assert queue.take(3) == []
+    buffer = Buffer(Admission(3))
+    buffer.put(groups[:2])
+    buffer.put(groups[2:])
+    assert buffer.take() == groups[:3]
+    assert buffer.take() == groups[3:]
+    assert buffer.take() == []
 
 
 @pytest.mark.parametrize(

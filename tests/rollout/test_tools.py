@@ -19,11 +19,12 @@ from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
 from jaxrl_post.records.conversations import conversation
-from jaxrl_post.rollout import Collector, Group, Limits
+from jaxrl_post.rollout import Group, Limits
 from jaxrl_post.rollout.batch import is_trained, sequences
 from jaxrl_post.sampler.requests import SamplingParams
 from jaxrl_post.tokens import Tokens
 from tests.rollout.scripts import ScriptedSampler
+from tests.rollout.scripts import collector as make_collector
 
 SAMPLING = SamplingParams(max_tokens=100)
 LIMITS = Limits(max_turns=4, max_prompt_tokens=400)
@@ -92,7 +93,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
     sampler = Sampler(tokenizer, scripts)
     codec = Codec(tokenizer)
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
-        collector = Collector(codec, judges, LIMITS, deadline_s=60.0)
+        collector = make_collector(codec, judges, LIMITS, deadline_s=60.0)
         (group,) = collector.run(sampler, [(3, task)], len(scripts), SAMPLING)
     episodes = group.episodes
     assert [e.error for e in episodes] == [""] * len(scripts)
@@ -167,7 +168,7 @@ def test_the_tools_give_arguments_their_types():
     sampler = Sampler(tokenizer, scripts)
     limits = Limits(max_turns=2, max_prompt_tokens=1000)
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
-        collector = Collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
+        collector = make_collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
         (group,) = collector.run(sampler, [(3, task)], len(scripts), SAMPLING)
     read, broken = group.episodes
     assert [read.error, broken.error] == ["", ""]
@@ -227,10 +228,10 @@ def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
     turns = [[called("5993"), called("4369"), task.reference]]
     sampler = Sampler(tokenizer, turns)
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
-        whole = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
+        whole = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         (expected,) = whole.run(sampler, [(3, task)], 1, SAMPLING)
         # Stopped while the second call is under way.
-        first = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
+        first = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         first.start([(3, task)], 1, SAMPLING)
         flight = first._open[3].flights[0]
         while len(flight.episode.turns) < 2:
@@ -240,7 +241,7 @@ def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
         saved = json.loads(json.dumps(first.state()))
     # Another process: the session's turns are taken again from the conversation.
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
-        second = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
+        second = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         second.restore(saved, {3: task})
         assert second._open[3].flights[0] == flight
         found = []

@@ -18,10 +18,10 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import matrices
-from jaxrl_post.programs.layouts import same_devices
+from jaxrl_post.programs.build.engine import cache_dtype, engine_sizes
+from jaxrl_post.programs.build.layouts import same_devices
 from jaxrl_post.programs.planning.program import Program, placed
 from jaxrl_post.programs.planning.work import ModelWork, Work
-from jaxrl_post.programs.rl import cache_dtype, engine_sizes
 from jaxrl_post.rollout.weights import Group, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
 from jaxrl_post.sampler.decode import PrefillRows, Rows

@@ -11,12 +11,12 @@ from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.envs import AgentEnvironment, Environment, NeedsTurns, WorkerPool
 from jaxrl_post.learner.model import Model
-from jaxrl_post.rollout.collector import EpisodeCollector
+from jaxrl_post.rollout.collector import EpisodeSource
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, SamplingParams
 from jaxrl_post.sharding import processes
 
-__all__ = ["agent_collector", "check_agents"]
+__all__ = ["check_agents", "open_agents"]
 
 # Seconds for one answer; the episode's own deadline is that of its agent.
 ANSWER_S = 3600.0
@@ -33,8 +33,7 @@ def check_agents(
         sums_rewards: whether the algorithm sums rewards along a sequence.
 
     Raises:
-        ConfigError: several processes or machines, `--rollout.partial`,
-            `--reward.model`, a credit of turns that cannot follow branches, too few
+        ConfigError: several processes or machines, `--reward.model`, a credit of turns that cannot follow branches, too few
             turns for an episode, or an address that others can reach; or, without
             agents, an address.
     """
@@ -50,11 +49,6 @@ def check_agents(
         raise ConfigError(
             "--env: agents call a server of one process, and this run has "
             f"{processes.count()}; start one"
-        )
-    if config.rollout.partial:
-        raise ConfigError(
-            "--rollout.partial: an agent is a program that cannot wait for the next "
-            "step; drop the option"
         )
     if config.reward.model is not None:
         raise ConfigError(
@@ -85,10 +79,10 @@ def check_agents(
 
 
 @contextlib.contextmanager
-def agent_collector(
+def open_agents(
     config: RLConfig, model: Model, judges: WorkerPool, engine: Engine
-) -> Iterator[EpisodeCollector]:
-    """The collector of an `AgentEnvironment`, with its server until the block ends.
+) -> Iterator[EpisodeSource]:
+    """The episodes of an `AgentEnvironment`, with its server until the block ends.
 
     Args:
         config: of the run; `check_agents` has accepted it.
@@ -101,7 +95,7 @@ def agent_collector(
             serve is missing.
     """
     try:
-        from jaxrl_post.serve.agents import AgentCollector, AgentServer
+        from jaxrl_post.serve.agents import Agents, AgentServer
         from jaxrl_post.serve.calls import Served
         from jaxrl_post.serve.grammars.compiler import Grammars
         from jaxrl_post.serve.service import Service
@@ -134,7 +128,7 @@ def agent_collector(
             raise ConfigError(
                 f"--rollout.serve: cannot listen on {config.rollout.serve}: {error}"
             ) from error
-        yield AgentCollector(server, judges, rollout.max_turns, rollout.deadline_s)
+        yield Agents(server, judges, rollout.max_turns)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -1,0 +1,203 @@
+"""What happens around the steps of a run: resume, log, evaluate, save, stop."""
+
+import abc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import grain
+import jax
+
+from jaxrl_post.learner.checkpoint import abstract_state
+from jaxrl_post.learner.learner import DivergenceError
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.programs.agreement import check_same_state
+from jaxrl_post.programs.run import Run
+from jaxrl_post.records.sinks import (
+    MetricsLog,
+    NoLog,
+    Progress,
+    SampleLog,
+    tell_missing,
+)
+from jaxrl_post.sharding import processes
+
+__all__ = ["RunJournal", "Training"]
+
+# Of a checkpoint's meta: the metrics of a step whose evaluation is still due, and what
+# the logs held.
+PENDING, LOGS = "evaluation_due", "logs"
+
+
+class Training(abc.ABC):
+    """What a journal asks of the trainer of a run."""
+
+    @property
+    @abc.abstractmethod
+    def indices(self) -> grain.DatasetIterator:
+        """Iterator over the training examples; a checkpoint holds its position."""
+
+    @property
+    @abc.abstractmethod
+    def layout(self) -> TrainState:
+        """Shardings of `snapshot`."""
+
+    @abc.abstractmethod
+    def logs(self, resume_step: int) -> SampleLog | NoLog:
+        """Opens what is logged beside metrics, cut back to a step; -1 for a new run."""
+
+    @abc.abstractmethod
+    def snapshot(self) -> TrainState:
+        """All arrays that a checkpoint holds."""
+
+    @abc.abstractmethod
+    def meta(self, *, due: bool = False) -> dict[str, Any]:
+        """Everything else that a checkpoint holds, as JSON values.
+
+        Args:
+            due: whether a resumed run evaluates the last step, and logs its samples.
+        """
+
+    @abc.abstractmethod
+    def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
+        """Restores `snapshot` and `meta`; the journal restores `indices` itself."""
+
+    @abc.abstractmethod
+    def measure(self, number: int) -> dict[str, float]:
+        """Held-out metrics after step `number`; 0 is before the first step."""
+
+
+class RunJournal:
+    """Begins or resumes a run, and ends each of its steps.
+
+    Args:
+        run: from `open_run`.
+        training: what is trained.
+        should_stop: called after each step; True saves and ends the run.
+        log_every: steps between rows of metrics; an evaluation and the last step have
+            rows of their own.
+
+    Attributes:
+        step: the last step that was taken.
+        metrics: of that step; empty if none was taken here.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        training: Training,
+        should_stop: Callable[[], bool],
+        log_every: int = 1,
+    ) -> None:
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self._run, self._training = run, training
+        self._should_stop, self._log_every = should_stop, log_every
+        self._stopped, self._saving = False, 0.0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self._begin()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            with self._stack:
+                self._run.checkpoints.wait()
+            return
+        self._stack.__exit__(kind, error, trace)
+        if isinstance(error, DivergenceError):
+            raise self._told(error) from error
+
+    def steps(self) -> Iterator[int]:
+        """Yields the numbers of the steps that are left, until the run is stopped."""
+        while self.step < self._run.config.steps and not self._stopped:
+            yield self.step + 1
+
+    def end(self, step: int, metrics: dict[str, float]) -> None:
+        """Ends a step: looks for signals, evaluates, logs, saves."""
+        config, training = self._run.config, self._training
+        self.step = step
+        self.metrics = metrics = metrics | {"time/checkpoint": self._saving}
+        if processes.count() > 1:
+            position = training.indices.get_state()
+            check_same_state(f"after step {step}", metrics, position)
+        # A signal may reach only one of several processes.
+        self._stopped = any(processes.exchange("stop", self._should_stop()))
+        evaluates = config.eval.due(step, config.steps)
+        # A signal ends the run soon: an evaluation waits until it is resumed, but
+        # for the last one, after which nothing is.
+        due = evaluates and self._stopped and step < config.steps
+        waits = {PENDING: dict(metrics)} if due else {}
+        # Without the row of this step, which is written again.
+        logged = self._counts()
+        if evaluates and not due:
+            metrics |= training.measure(step)
+            told = processes.exchange("stop after an evaluation", self._should_stop())
+            self._stopped = self._stopped or any(told)
+        last = step == config.steps or self._stopped
+        # Row before checkpoint: if the run dies in between, resuming cuts it off.
+        if step % self._log_every == 0 or evaluates or last:
+            self._rows.write(step, metrics, awaits_more=due)
+        self._progress.update(step, metrics)
+        begin = time.perf_counter()
+        if step % config.checkpoint.every == 0 or last:
+            if not due:
+                logged = self._counts()
+            meta = training.meta(due=due) | waits | {LOGS: logged}
+            self._run.checkpoints.save(
+                step, training.snapshot(), training.indices, meta
+            )
+        self._saving = time.perf_counter() - begin
+
+    def _begin(self) -> None:
+        """Restores the newest checkpoint, opens the logs, evaluates what is due."""
+        run, training = self._run, self._training
+        latest, meta = run.checkpoints.latest(), dict[str, Any]()
+        if latest is not None:
+            abstract = abstract_state(
+                jax.eval_shape(training.snapshot), training.layout
+            )
+            snapshot, meta = run.checkpoints.restore(latest, abstract, training.indices)
+            training.restore(snapshot, meta)
+            run.resumed(latest, snapshot)
+        self.step = latest or 0
+        # The metrics of a step whose evaluation was due when the run was stopped.
+        pending = meta.get(PENDING)
+        # What was logged of that step is logged again, with the evaluation.
+        kept = self.step if pending is None else self.step - 1
+        kept = -1 if latest is None else kept
+        enter = self._stack.enter_context
+        self._rows: MetricsLog | NoLog = enter(run.open_metrics(kept))
+        self._samples: SampleLog | NoLog = enter(training.logs(kept))
+        self._progress = enter(Progress(run.console, total_steps=run.config.steps))
+        if self.step < run.config.steps:
+            run.describe()
+        tell_missing(self.step, meta.get(LOGS, {}), self._counts())
+        if latest is None:
+            self._rows.write(0, training.measure(0))
+        if pending is not None:
+            self._rows.write(self.step, pending | training.measure(self.step))
+
+    def _counts(self) -> dict[str, int]:
+        """Rows in the logs."""
+        return self._rows.counts() | self._samples.counts()
+
+    def _told(self, error: DivergenceError) -> DivergenceError:
+        """The error of a step that diverged, with where the run can go on."""
+        checkpoints = self._run.checkpoints
+        checkpoints.wait()
+        steps = ", ".join(map(str, checkpoints.steps()))
+        told = "There is no checkpoint yet"
+        if steps:
+            told = f"Checkpoints in {checkpoints.directory} are of the steps {steps}"
+        return DivergenceError(f"{error}. {told}")
