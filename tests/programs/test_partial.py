@@ -179,7 +179,7 @@ def in_short_bursts(judges: WorkerPool, relay, *, recompute: bool) -> OnlineTrai
     config = dataclasses.replace(CONFIG, rollout=rollout)
     trainer = make_trainer(relay, judges, config)
     trainer.weights.engine = make_engine(
-        rollout, trainer.updater.model, trainer.weights, seed=0
+        rollout, trainer.updater.model, trainer.weights.layout, seed=0
     )
     return trainer
 

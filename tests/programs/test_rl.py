@@ -570,7 +570,7 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
         with pytest.raises(
             ConfigError, match=r"reports the rewards brief, own, not st"
         ):
-            trainer.updater._parts(groups, "coin")
+            trainer.updater._parts(groups)
         plain = [
             dataclasses.replace(
                 group,
@@ -581,9 +581,9 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
         # Where an environment names parts, the reward of another one is a part too.
         config = dataclasses.replace(RL, algorithm=AlgorithmConfig(name="gdpo"))
         updater = make_trainer(rubric, judges, config).updater
-        both = updater._parts([*groups, *plain], "coin")
+        both = updater._parts([*groups, *plain])
         assert both == ("brief", "environment", "own")
-        assert updater._parts(plain, "coin") == ("environment",)
+        assert updater._parts(plain) == ("environment",)
         found = batching.advantages(plain, updater._estimate, None, both)
         spread = [group.has_spread for group in plain]
         assert (abs(found).max(axis=1) > 0.5).tolist() == spread
@@ -591,4 +591,4 @@ def test_gdpo_normalises_each_part_of_the_reward(coin):
         assert any(spread)
         updater = make_trainer(rubric, judges, config).updater
         with pytest.raises(ConfigError, match=r"reports the rewards of no parts"):
-            updater._parts(plain, "coin")
+            updater._parts(plain)

@@ -110,6 +110,9 @@ def make_trainer(
     model = make_model()
     jax.set_mesh(learner.mesh)
     state = training.create(model.params, learner.optimizer, learner.layout)
+    # The reference and the teacher are the model itself.
+    options = replace(config.algorithm, reference=None)
+    config = replace(config, algorithm=options)
     demonstrations = None
     if config.distill.data == "demonstrations":
         demonstrations = Demonstrations(environment, 24)

@@ -246,7 +246,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
         assert time.monotonic() < deadline, "an episode is lost"
         found += collector.poll(sampler, deadline)
         if random.random() < 0.5:
-            collector.judges.answer()
+            collector.episodes.judges.answer()
         if random.random() < 0.3 and collector.in_flight:
             collector.suspend(sampler)
             assert not sampler.busy
@@ -259,7 +259,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
             assert json.loads(json.dumps(collector.state())) == state
         if not sampler.busy:
             # Else the next round would wait for a judgement.
-            collector.judges.answer()
+            collector.episodes.judges.answer()
     assert version > 0, "the test shows nothing"
     assert any(request.num_sampled for request in requests)
     for request in requests:

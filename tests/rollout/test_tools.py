@@ -233,17 +233,17 @@ def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
         # Stopped while the second call is under way.
         first = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         first.start([(3, task)], 1, SAMPLING)
-        flight = first._open[3].flights[0]
+        flight = first.episodes._groups[3].flights[0]
         while len(flight.episode.turns) < 2:
             first.poll(sampler, deadline=time.monotonic() + 60)
-            flight = first._open[3].flights[0]
+            flight = first.episodes._groups[3].flights[0]
         assert flight.conversation[1].tool_calls[0].arguments == '{"key": "5993"}'
         saved = json.loads(json.dumps(first.state()))
     # Another process: the session's turns are taken again from the conversation.
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
         second = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         second.restore(saved, {3: task})
-        assert second._open[3].flights[0] == flight
+        assert second.episodes._groups[3].flights[0] == flight
         found = []
         while not found:
             found = second.poll(sampler, deadline=time.monotonic() + 60)
