@@ -14,7 +14,8 @@ from jaxrl_post.learner import step as pure
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
 from jaxrl_post.pretrained.presets import PRESETS
-from jaxrl_post.programs.planning.work import ModelWork, Work
+from jaxrl_post.programs.planning.chips import Work
+from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sampler import EngineConfig, Request, batches
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.scheduler import Scheduler

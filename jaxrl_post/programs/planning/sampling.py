@@ -19,8 +19,9 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import matrices
 from jaxrl_post.programs.layouts import same_devices
+from jaxrl_post.programs.planning.chips import Work
 from jaxrl_post.programs.planning.program import Program, placed
-from jaxrl_post.programs.planning.work import ModelWork, Work
+from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.programs.rl import cache_dtype, engine_sizes
 from jaxrl_post.rollout.weights import Group, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
