@@ -5,12 +5,18 @@ sequence's last token, subtracts the KL penalty per token, and computes advantag
 """
 
 from functools import partial
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.composition import compose, raise_early
+from jaxrl_post.algorithms.composition import (
+    RewardOptions,
+    compose,
+    only_shared,
+    raise_early,
+)
 from jaxrl_post.algorithms.corrections import TRUNCATED
 from jaxrl_post.algorithms.objective import (
     Algorithm,
@@ -53,11 +59,8 @@ def ppo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     value_clip: float | None = 0.2,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k1,
     bootstrap_truncated: bool = False,
-    entropy_coefficient: float = 0.0,
-    correction: Correction | None = TRUNCATED,
+    **shared: Unpack[RewardOptions],
 ) -> Algorithm:
     """Proximal Policy Optimization with a critic and generalised advantages.
 
@@ -76,13 +79,10 @@ def ppo(
         dual_clip: > 1, or None; see `policy.clipped_surrogate`.
         value_clip: > 0, how far a value may move in the batch's updates; None for a
             plain squared error.
-        kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
-        kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
         bootstrap_truncated: whether the critic's value after the last token is added
             for answers that were cut off (`TokenBatch.truncated`), because the task
             did not end there. False treats the length limit as part of the task.
-        entropy_coefficient: weight of the policy's entropy.
-        correction: of the sampler's mismatch; None for none.
+        shared: the KL, the correction and the entropy.
 
     Returns:
         The algorithm.
@@ -100,6 +100,9 @@ def ppo(
     >>> ppo().value_objective is not None
     True
     """
+    only_shared(shared, RewardOptions)
+    kl_coefficient = shared.get("kl_coefficient", 0.0)
+    kl_estimator = shared.get("kl_estimator", kl.k1)
 
     @checked
     def credit(batch: TokenBatch) -> TokenBatch:
@@ -129,8 +132,8 @@ def ppo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduce.token_mean,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        correction=shared.get("correction", TRUNCATED),
+        entropy_coefficient=shared.get("entropy_coefficient", 0.0),
     )
     return _credited(
         composed._replace(

@@ -339,8 +339,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
     fraction: float,
-    cov_low: float,
-    cov_high: float,
+    cov_range: tuple[float, float],
 ) -> Float[Array, "*shape"]:
     """Clip-Cov: the clipped surrogate, without a few tokens of high covariance.
 
@@ -357,8 +356,7 @@ def clip_cov(
         clip_low: in [0, 1].
         clip_high: >= 0.
         fraction: in (0, 1], the share of the tokens to drop.
-        cov_low: smallest covariance that may be dropped.
-        cov_high: largest covariance that may be dropped, >= cov_low.
+        cov_range: smallest and largest covariance that may be dropped.
 
     Returns:
         float32; 0 where the mask is False.
@@ -372,7 +370,7 @@ def clip_cov(
     >>> p, advantages = jnp.array([-1.0, -1.0, -4.0]), jnp.array([1.0, 0.0, -1.0])
     >>> mask, key = jnp.array([True, True, True]), jax.random.key(0)
     >>> clip = {"clip_low": 0.2, "clip_high": 0.2}
-    >>> chosen = {"fraction": 0.5, "cov_low": 1.5, "cov_high": 5.0}
+    >>> chosen = {"fraction": 0.5, "cov_range": (1.5, 5.0)}
     >>> clip_cov(p, p, advantages, mask, key, **clip, **chosen).tolist()
     [-1.0, -0.0, 0.0]
     """
@@ -385,7 +383,7 @@ def clip_cov(
     covariances = covariance(policy_logprobs, advantages, mask)
     # NaN is in no range, so it is not drawn. Drawing a NaN loss would hide it.
     drawable = jnp.where(stopped | jnp.isnan(loss), jnp.nan, covariances)
-    limits = {"fraction": fraction, "low": cov_low, "high": cov_high}
+    limits = {"fraction": fraction, "low": cov_range[0], "high": cov_range[1]}
     return jnp.where(clip_cov_mask(drawable, mask, key, **limits), loss, 0.0)
 
 

@@ -30,7 +30,13 @@ from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
 from jaxrl_post.learner.critic import check_critic, open_critic
 from jaxrl_post.learner.learner import begin_training
-from jaxrl_post.learner.model import Model, check_sample, context_of, layout_table
+from jaxrl_post.learner.model import (
+    Model,
+    SamplerMemory,
+    check_sample,
+    context_of,
+    layout_table,
+)
 from jaxrl_post.learner.reference import (
     beside_teacher,
     open_reference,
@@ -446,10 +452,12 @@ def _print_layout(run: Run[RLConfig], trainer: Trainer) -> None:
         critic=None
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
-        cache=trainer.engine.cache,
-        draft=trainer.engine.drafting,
-        sampler=copies,
-        sampler_mesh=trainer.weights.mesh,
+        sampler=SamplerMemory(
+            trainer.engine.cache,
+            trainer.engine.drafting,
+            copies,
+            trainer.weights.mesh,
+        ),
     )
     print_table(run.console, rows)
     gathered = trainer.weights.gathered_a_token(updater.model)

@@ -186,7 +186,7 @@ def make_engine(
         model: architecture and tokenizer; its parameters are not used.
         weights: the sampler's mesh and dtype.
         seed: of the sampling noise.
-        exact: as `Engine` has it.
+        exact: as `EngineConfig` has it.
         kept_ids: as `EngineConfig` has it.
         kernels: as `Engine` has it.
     """
@@ -197,14 +197,17 @@ def make_engine(
     )
     return Engine(
         model.config,
-        dataclasses.replace(sizes, kept_ids=kept_ids),
+        dataclasses.replace(
+            sizes,
+            kept_ids=kept_ids,
+            recompute_cache=rollout.recompute_cache,
+            exact=exact,
+        ),
         seed=seed,
         dtype=cache_dtype(rollout, weights.dtype),
         mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
-        recompute_cache=rollout.recompute_cache,
-        exact=exact,
         draft=_open_draft(rollout.draft, model, weights, sizes.max_length),
         kernels=kernels,
     )

@@ -140,7 +140,7 @@ class Sampler:
                 (self.params, self.pages, rows, key, floor),
                 beside,
                 self.mesh,
-                static={"truncate": False, "guesses": 0, "alternatives": 0},
+                static={"burst": self.functions.burst(truncate=False)},
                 calls=calls,
                 work=self.work.decode(
                     count,
