@@ -155,9 +155,6 @@ def compose(
             gradient is zero, to reproduce a run that used it.
         shared: the KL, the correction and the entropy.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1`,
             without `kl_weights` and with `accept_k1_loss` False, or a correction is

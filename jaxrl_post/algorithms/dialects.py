@@ -176,9 +176,6 @@ def grpo(
         reduction: one of `losses.reduce`.
         **shared: see `SharedOptions`; they override the framework's own.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -223,9 +220,6 @@ def dr_grpo(
             `framework._replace(dual_clip=None)` takes away.
         **shared: see `SharedOptions`; they override the framework's own.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range, or the framework has no
             Dr. GRPO.
@@ -262,9 +256,6 @@ def cispo(
         ratio_high: >= 1, bound of the ratio; verl's 1 + clip_ratio_high, NeMo RL's 1 +
             ratio_clip_max, TRL's epsilon_high. None for the framework's own.
         **shared: see `SharedOptions`; they override the framework's own.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range, or the framework has no CISPO.
@@ -313,9 +304,6 @@ def trl_grpo(
             loss; 1 minus TRL's top_entropy_quantile. They still count in the mean.
         reduction: `reduce.sequence_mean_of_token_mean` for loss_type grpo.
         **shared: see `SharedOptions`; they override TRL's own.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range; a dual clip is given with

@@ -45,9 +45,6 @@ def grpo(
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -86,9 +83,6 @@ def dr_grpo(
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         **shared: see `SharedOptions`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -125,9 +119,6 @@ def dapo(
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -167,9 +158,6 @@ def gspo(
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -211,9 +199,6 @@ def cispo(
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -242,9 +227,6 @@ def rloo(**shared: Unpack[SharedOptions]) -> Algorithm:
 
     Args:
         **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

@@ -34,9 +34,6 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
         beta: > 0; see `losses.preference.sigmoid_loss`.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -59,9 +56,6 @@ def robust_dpo(
         beta: > 0; see `losses.preference.robust_loss`.
         label_smoothing: in [0, 0.5), the probability that a label is flipped.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -82,9 +76,6 @@ def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgo
         beta: > 0, larger than DPO's by a factor of about an answer's length.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -104,9 +95,6 @@ def hinge(*, beta: float = 0.1) -> PreferenceAlgorithm:
     Args:
         beta: > 0; see `losses.preference.hinge_loss`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: `beta` is not positive.
 
@@ -125,9 +113,6 @@ def ipo(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0; see `losses.preference.ipo_loss`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -156,9 +141,6 @@ def alpha_divergence_dpo(
             `losses.preference.alpha_divergence_margin`.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -184,9 +166,6 @@ def jensen_shannon_dpo(
         beta: > 0, the strength of the divergence; see
             `losses.preference.jensen_shannon_margin`.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

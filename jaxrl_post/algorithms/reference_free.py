@@ -25,9 +25,6 @@ def reference_free_dpo(
         beta: > 0; see `losses.reference_free.cpo_loss`.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -49,9 +46,6 @@ def simpo(
         beta: > 0, scale of the mean log-prob per token.
         target_margin: >= 0, the paper's gamma.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -86,9 +80,6 @@ def cpo(
         nll_weight: >= 0, weight of the chosen answer's mean token loss -log p.
         label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -119,9 +110,6 @@ def orpo(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0, weight of the odds ratio, the paper's lambda.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.

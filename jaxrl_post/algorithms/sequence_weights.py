@@ -47,9 +47,6 @@ def vespo(
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`, without a correction.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -94,9 +91,6 @@ def luspo(
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -130,9 +124,6 @@ def clipped_rloo(
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -171,9 +162,6 @@ def lite_ppo(
         ddof: 1 or 0; see `baselines.batch_scaled`.
         epsilon: >= 0, added to the batch's standard deviation.
         **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

@@ -84,9 +84,6 @@ def ppo(
             did not end there. False treats the length limit as part of the task.
         shared: the KL, the correction and the entropy.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -168,9 +165,6 @@ def reinforce_plus_plus(
         kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
         correction: of the sampler's mismatch; None for none.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -221,9 +215,6 @@ def reinforce_plus_plus_baseline(
         kl_weights: as in `SharedOptions`.
         correction: of the sampler's mismatch; None for none.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -270,9 +261,6 @@ def distillation(
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         correction: of the sampler's mismatch; None for none.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

@@ -40,9 +40,6 @@ def gmpo(
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range.
 
@@ -80,9 +77,6 @@ def sapo(
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -127,9 +121,6 @@ def dppo(
         ddof: 1 or 0; see `advantages.group_normalized`.
         epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`, without a correction.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

@@ -45,10 +45,6 @@ def entropy_bonus(
 
     Args:
         entropy: of the next-token distribution (nats), differentiable.
-        mask: bool, True where a token counts.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     >>> entropy_bonus(jnp.array([0.5, 2.0]), jnp.array([True, False])).tolist()
     [-0.5, 0.0]
@@ -153,7 +149,6 @@ def top_entropy_mask(
 
     Args:
         entropy: of the next-token distribution (nats).
-        mask: bool, True where a token counts.
         quantile: in [0, 1], the share of the tokens to leave out.
 
     Returns:
@@ -191,7 +186,6 @@ def entropy_quantile_mask(
 
     Args:
         entropy: of the next-token distribution (nats).
-        mask: bool, True where a token counts.
         quantile: in [0, 1], the share of the tokens to leave out; 1 minus TRL's
             top_entropy_quantile.
 
@@ -230,11 +224,6 @@ def covariance(
 
     cov_t = (log p_t - mean(log p)) (A_t - mean(A)), means over all counted tokens.
 
-    Args:
-        policy_logprobs: log p (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
-
     Returns:
         float32 without gradient; 0 where the mask is False.
 
@@ -266,7 +255,6 @@ def clip_cov_mask(
 
     Args:
         covariances: per token, from `covariance`.
-        mask: bool, True where a token counts.
         key: random key; the draw also depends on the arrays' shape.
         fraction: in (0, 1].
         low: smallest covariance that may be dropped.
@@ -306,7 +294,6 @@ def kl_cov_mask(
 
     Args:
         covariances: per token, from `covariance`.
-        mask: bool, True where a token counts.
         fraction: in (0, 1].
 
     Returns:
@@ -348,18 +335,9 @@ def clip_cov(
     dropped token's loss is 0. verl has fraction 2e-4, covariances 1 to 5.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
         key: random key; the draw also depends on the arrays' shape.
-        clip_low: in [0, 1].
-        clip_high: >= 0.
         fraction: in (0, 1], the share of the tokens to drop.
         cov_range: smallest and largest covariance that may be dropped.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -405,15 +383,8 @@ def kl_cov(
     code; verl has coefficient 1 and fraction 2e-4. The ratio is not clipped.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
         kl_coefficient: >= 0.
         fraction: in (0, 1], the share of the tokens that are penalised.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
