@@ -152,9 +152,6 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgori
         beta: > 0; see `losses.margins.exo_loss`.
         label_smoothing: in (0, 0.5), share of labels taken to be wrong.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Ji et al., Towards Efficient and Exact Optimization of Language Model Alignment,
         arXiv:2402.00856.
@@ -174,10 +171,6 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Melnyk et al., Distributional Preference Alignment of LLMs via Optimal
@@ -199,10 +192,6 @@ def aot_unpaired(
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Melnyk et al., Distributional Preference Alignment of LLMs via Optimal

@@ -153,7 +153,6 @@ def compose(
         reads: as `Algorithm.reads`.
         accept_k1_loss: allows `kl.k1` as the loss's estimator although its expected
             gradient is zero, to reproduce a run that used it.
-        shared: the KL, the correction and the entropy.
 
     Raises:
         ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1`,

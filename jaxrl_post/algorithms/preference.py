@@ -32,10 +32,6 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Rafailov et al., Direct Preference Optimization, arXiv:2305.18290.
@@ -56,9 +52,6 @@ def robust_dpo(
         beta: > 0; see `losses.preference.robust_loss`.
         label_smoothing: in [0, 0.5), the probability that a label is flipped.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Chowdhury et al., Provably Robust DPO, arXiv:2403.00409.
 
@@ -74,10 +67,6 @@ def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgo
 
     Args:
         beta: > 0, larger than DPO's by a factor of about an answer's length.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Lambert et al., Tulu 3, arXiv:2411.15124 (length-normalised DPO).
@@ -139,10 +128,6 @@ def alpha_divergence_dpo(
         beta: > 0, the strength of the divergence.
         alpha: in (0, 1]; 1 is the forward KL; see
             `losses.preference.alpha_divergence_margin`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Wang et al., Beyond Reverse KL, arXiv:2309.16240.
@@ -165,10 +150,6 @@ def jensen_shannon_dpo(
     Args:
         beta: > 0, the strength of the divergence; see
             `losses.preference.jensen_shannon_margin`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Wang et al., Beyond Reverse KL, arXiv:2309.16240.
@@ -189,13 +170,9 @@ def wpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
     Returns:
         The algorithm. Its loss is a mean over pairs, not over their weights.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Zhou et al., WPO, arXiv:2406.11827.

@@ -42,11 +42,6 @@ def clipped_token_ratio(
 ) -> PolicyLoss:
     """PPO's clipped surrogate of each token's ratio.
 
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
-
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_token_ratio(clip_low=0.2, clip_high=0.28)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -68,8 +63,6 @@ def clipped_sequence_ratio(
     """GSPO's clipped surrogate of each sequence's length-normalised ratio.
 
     Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         by_token: whether a token's loss has the gradient of that token alone
             (`policy.gspo_token`), so that its own advantage and correction count for
             it. False spreads it over its sequence (`policy.gspo`). Where these are
@@ -88,10 +81,6 @@ def clipped_sequence_ratio(
 
 def clipped_product_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     """PPO's clipped surrogate of each sequence's ratio, the product of token ratios.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
 
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_product_ratio(clip_low=0.2, clip_high=0.2)

@@ -74,18 +74,11 @@ def ppo(
             returns, which VC-PPO found to matter for long answers; with `lambda_` they
             are those of the PPO paper.
         whiten: whether advantages get mean 0 and variance 1 over the batch's tokens.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
         value_clip: > 0, how far a value may move in the batch's updates; None for a
             plain squared error.
         bootstrap_truncated: whether the critic's value after the last token is added
             for answers that were cut off (`TokenBatch.truncated`), because the task
             did not end there. False treats the length limit as part of the task.
-        shared: the KL, the correction and the entropy.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347.
@@ -159,14 +152,8 @@ def reinforce_plus_plus(
 
     Args:
         gamma: in [0, 1], discount per token.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
         kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
-        correction: of the sampler's mismatch; None for none.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Hu et al., REINFORCE++, arXiv:2501.03262.
@@ -208,15 +195,9 @@ def reinforce_plus_plus_baseline(
     share one standard deviation, instead of a noisy one per group.
 
     Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the loss.
         kl_estimator: estimator of that KL; the paper takes `kl.k2`.
         kl_weights: as in `SharedOptions`.
-        correction: of the sampler's mismatch; None for none.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Hu et al., REINFORCE++, arXiv:2501.03262.
@@ -256,14 +237,6 @@ def distillation(
     The reference policy is the teacher. A token's advantage is log teacher - log
     student, so that the expected gradient is that of the reverse KL from the student
     to the teacher at the prefixes that the student visits. Rewards are only metrics.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        correction: of the sampler's mismatch; None for none.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.

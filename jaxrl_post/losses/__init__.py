@@ -20,7 +20,8 @@ What a docstring does not describe has one meaning in all of them, per token:
     clip_high           >= 0; the ratio is clipped at 1 + clip_high
 
 `answers` has the table of whole answers. `valid` is False where a sample has no reward;
-None means that all have one.
+None means that all have one. All raise ValueError where a hyperparameter is out of its
+range.
 """
 
 from jaxrl_post.losses import (

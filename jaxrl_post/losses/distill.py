@@ -121,9 +121,6 @@ def generalized_jsd(
     Returns:
         float32, >= 0; 0 where the mask is False.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Agarwal et al., On-Policy Distillation of Language Models: Learning from
         Self-Generated Mistakes, arXiv:2306.13649 (GKD).

@@ -339,9 +339,6 @@ def clip_cov(
         fraction: in (0, 1], the share of the tokens to drop.
         cov_range: smallest and largest covariance that may be dropped.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
 
@@ -385,9 +382,6 @@ def kl_cov(
     Args:
         kl_coefficient: >= 0.
         fraction: in (0, 1], the share of the tokens that are penalised.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.

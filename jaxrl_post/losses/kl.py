@@ -281,9 +281,6 @@ def adaptive_coefficient(
     Returns:
         float32 scalar; NaN if an input is.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Ziegler et al., Fine-Tuning Language Models from Human Preferences,
         arXiv:1909.08593, section 2.2.

@@ -53,9 +53,6 @@ def clipped_surrogate(
     Args:
         dual_clip: c > 1, the largest ratio in the loss where A_t < 0, or None.
 
-    Raises:
-        ValueError: a bound is out of its range.
-
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347, eq. 7.
         Ye et al., Mastering Complex Control in MOBA Games with Deep Reinforcement
@@ -101,9 +98,6 @@ def cispo(
     Args:
         ratio_low: in [0, 1]; 0 for no lower bound.
         ratio_high: >= 1.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         MiniMax, MiniMax-M1, arXiv:2506.13585, eq. 4.
@@ -206,9 +200,6 @@ def gspo(
     Args:
         advantages: per token; the paper has one value per sequence.
 
-    Raises:
-        ValueError: a bound is out of its range.
-
     References:
         Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, eq. 5.
 
@@ -236,9 +227,6 @@ def gspo_token(
     """GSPO-token: GSPO whose gradient credits each token with its own advantage.
 
     As `gspo`, with the ratio of `ratios.gspo_token_ratio`.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, eq. 13.
@@ -325,9 +313,6 @@ def clipped_sequence_surrogate(
 
     Args:
         advantages: per token; the same within a sequence.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347, eq. 7.

@@ -146,9 +146,6 @@ def exo_loss(
     Returns:
         float32, >= 0 up to rounding; 0 where `valid` is False.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Ji et al., Towards Efficient and Exact Optimization of Language Model Alignment,
         arXiv:2402.00856.

@@ -196,9 +196,6 @@ def sigmoid_loss(
         beta: > 0, the strength of the divergence term (per nat).
         label_smoothing: e in [0, 0.5).
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, eq. 7.
         Mitchell, A note on DPO with noisy preferences and relationship to IPO, 2023.
@@ -233,9 +230,6 @@ def robust_loss(
     Args:
         beta: > 0, the strength of the divergence term (per nat).
         label_smoothing: e in [0, 0.5), the probability that a label is wrong.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Chowdhury et al., Provably Robust DPO, arXiv:2403.00409.

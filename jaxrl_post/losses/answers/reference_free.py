@@ -39,9 +39,6 @@ def simpo_loss(
             authors' later code has gamma / beta.
         label_smoothing: in [0, 0.5), as in `preference.sigmoid_loss`.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Meng et al., SimPO, arXiv:2405.14734.
 
@@ -77,9 +74,6 @@ def cpo_loss(
 
     Args:
         label_smoothing: in [0, 0.5), as in `preference.sigmoid_loss`.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Xu et al., Contrastive Preference Optimization, arXiv:2401.08417.

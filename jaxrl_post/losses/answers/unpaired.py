@@ -81,9 +81,6 @@ def kto_loss(
     Returns:
         float32 in [0, w]; 0 where `valid` is False.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Ethayarajh et al., KTO, arXiv:2402.01306.
 
