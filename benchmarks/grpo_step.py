@@ -208,9 +208,11 @@ def _make_step(
         max_stop_ids=max(4, stops),
     )
     sizes = dataclasses.replace(
-        sizes, cache_tokens=sizes.cache_for_groups(options.samples)
+        sizes,
+        cache_tokens=sizes.cache_for_groups(options.samples),
+        exact=options.exact,
     )
-    engine = Engine(config, sizes, dtype=dtype, mesh=mesh, exact=options.exact)
+    engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
     compiled = engine.compilations
 
     def step(number: int) -> dict[str, float]:

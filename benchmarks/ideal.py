@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.programs.planning.work import ModelWork
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 
 __all__ = [
     "dense_model",
@@ -60,15 +62,12 @@ def peak_flops(dtype: str) -> float:
 
 def _layer(config: ModelConfig) -> list[tuple[int, int]]:
     """Depth and columns of the matrices of a layer."""
-    hidden, dim = config.hidden_size, config.head_dim
+    mesh = create_mesh("dp1", jax.devices()[:1])
+    work = ModelWork(config, mesh, DEFAULT_RULES, jnp.dtype(jnp.bfloat16))
     return [
-        (hidden, config.num_heads * dim),
-        (hidden, config.num_kv_heads * dim),
-        (hidden, config.num_kv_heads * dim),
-        (config.num_heads * dim, hidden),
-        (hidden, config.intermediate_size),
-        (hidden, config.intermediate_size),
-        (config.intermediate_size, hidden),
+        (product.inputs, product.outputs)
+        for product in work.products()
+        if product.name.startswith("layers.0.")
     ]
 
 

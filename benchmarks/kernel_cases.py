@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.data.packing import Sequence, Tree, pack
-from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
-from jaxrl_post.kernels.decode_attention import SharedKeys, decode_attention
+from jaxrl_post.kernels.decode_attention import OwnKeys, SharedKeys, decode_attention
 from jaxrl_post.kernels.decode_attention.quantized import quantize_entries
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
@@ -27,7 +27,7 @@ from jaxrl_post.kernels.dispatch import platform
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.next_token.shapes import Shape as NextShape
-from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.kernels.token_logprob.shapes import Shape as HeadShape
 
@@ -128,7 +128,8 @@ def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
         def run(hidden: jax.Array, weight: jax.Array) -> Any:
             found = token_logprob(
                 hidden, weight, targets,
-                kept=kept, softcap=shape.softcap, implementation=by,  # type: ignore[arg-type]
+                kept=kept, scaling=Scaling(softcap=shape.softcap),
+                implementation=by,  # type: ignore[arg-type]
             )  # fmt: skip
             return tuple(found)
 
@@ -260,8 +261,8 @@ def _attention(
                 return PEERS[by](shape, q, k.swapaxes(1, 2), v.swapaxes(1, 2))
             out = attention(
                 q, k, v,
-                query_positions=positions, kv_positions=positions, ends=ends,
-                window=shape.window, softcap=shape.softcap, sinks=sinks,
+                Sight(positions, positions, ends),
+                scoring=Scoring(shape.window, None, shape.softcap, sinks),
                 implementation=by,  # type: ignore[arg-type]
             )  # fmt: skip
             return jnp.where(counts, out, jnp.zeros_like(out))
@@ -319,12 +320,11 @@ def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
         return query, *mine, at, of_key, common  # type: ignore[return-value]
 
     def run(query: Any, key: Any, value: Any, at: Any, of_key: Any, common: Any, *, by):
+        sinks = jnp.zeros(shape.heads) if shape.sinks else None
         return decode_attention(
-            query, key, value,
-            query_positions=at, kv_positions=of_key,
+            query, OwnKeys(key, value, of_key), at,
             shared=common and SharedKeys(*common, members=shape.members),
-            window=shape.window, softcap=shape.softcap,
-            sinks=jnp.zeros(shape.heads) if shape.sinks else None,
+            scoring=Scoring(shape.window, None, shape.softcap, sinks),
             implementation=by,
         )  # fmt: skip
 

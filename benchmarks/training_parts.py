@@ -34,7 +34,7 @@ from benchmarks.grpo_step import make_learner
 from benchmarks.ideal import dense_model, head_seconds, layers_seconds
 from benchmarks.machine import machine, write
 from jaxrl_post.data import packing
-from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import Sight, attention
 from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.learner.model import versions
 from jaxrl_post.learner.step import Policy
@@ -184,9 +184,7 @@ def _attention(config: ModelConfig, batch: TokenBatch, row: int, repeats: int) -
     @jax.jit
     def run(query: jax.Array, key: jax.Array, value: jax.Array, ends: jax.Array) -> Any:
         def loss(*heads: jax.Array) -> jax.Array:
-            return attention(
-                *heads, query_positions=positions, kv_positions=positions, ends=ends
-            ).sum()
+            return attention(*heads, sight=Sight(positions, positions, ends)).sum()
 
         return jax.grad(loss, (0, 1, 2))(query, key, value)
 

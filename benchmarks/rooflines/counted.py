@@ -6,10 +6,25 @@ import numpy as np
 
 from jaxrl_post.kernels.attention.kernel_tiles import Tile
 from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
+from jaxrl_post.programs.planning.chips import Chip, Work
 
-__all__ = ["ITEM", "listed_tiles", "parts_of_keys"]
+__all__ = [
+    "ITEM",
+    "listed_tiles",
+    "logits_in_memory_seconds",
+    "parts_of_keys",
+]
 
 ITEM = 2  # bytes of a bfloat16 number
+# Of the logits of a step, in XLA's program as it is compiled for a v5e: logits and
+# weights are written, each is read, and the weights are copied into another layout.
+LOGIT_PASSES = 6
+
+
+def logits_in_memory_seconds(chip: Chip, rows: int, width: int, vocab: int) -> float:
+    """Seconds of drawing tokens by XLA's program, whose logits lie in memory."""
+    product = chip.times(Work(2.0 * rows * width * vocab, vocab * width * ITEM))
+    return product.seconds + LOGIT_PASSES * 4 * rows * vocab / chip.memory_bandwidth
 
 
 def listed_tiles(

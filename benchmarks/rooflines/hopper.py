@@ -14,7 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.rooflines.counted import ITEM, listed_tiles, parts_of_keys
+from benchmarks.rooflines.counted import (
+    ITEM,
+    listed_tiles,
+    logits_in_memory_seconds,
+    parts_of_keys,
+)
 from jaxrl_post.kernels.attention.gpu_kernels import OWN_ROWS, SWIZZLED, key_parts
 from jaxrl_post.kernels.attention.gpu_kernels import Sizes as AttentionSizes
 from jaxrl_post.kernels.attention.kernel_tiles import Tile
@@ -25,7 +30,7 @@ from jaxrl_post.kernels.next_token import pallas_gpu as draw
 from jaxrl_post.kernels.next_token.parts import ENTRIES
 from jaxrl_post.kernels.token_logprob import gpu_kernels as tiles_of_head
 from jaxrl_post.kernels.token_logprob import pallas_gpu as head
-from jaxrl_post.programs.planning.chips import CHIPS
+from jaxrl_post.programs.planning.chips import CHIPS, Work
 
 __all__ = [
     "AttentionKernel",
@@ -69,8 +74,8 @@ def head_seconds(rows: int, width: int, vocab: int) -> list[float]:
     sums = 8 * width * (math.ceil(rows / block) * vocab + chunks * rows)
     return [
         max(computing, loading),
-        max(computing, loading, logits / HOPPER.memory_bandwidth),
-        max(2 * computing, (2 * logits + sums) / HOPPER.memory_bandwidth),
+        max(loading, HOPPER.times(Work(product, logits)).seconds),
+        HOPPER.times(Work(2 * product, 2 * logits + sums)).seconds,
     ]
 
 
@@ -98,11 +103,12 @@ class AttentionKernel(NamedTuple):
 
     def bounds(self) -> dict[str, float]:
         """Seconds that each part alone takes at least."""
+        times = HOPPER.times(Work(self.idle * self.flops, self.moved))
         return {
-            "products": self.idle * self.flops / HOPPER.flops,
+            "products": times.compute,
             "exponentials": self.idle * self.special / SPECIAL,
             "L2": self.loaded / L2_BANDWIDTH,
-            "HBM": self.moved / HOPPER.memory_bandwidth,
+            "HBM": times.memory,
         }
 
     @property
@@ -234,12 +240,8 @@ def decode_seconds(shape: DecodeShape) -> Iterator[tuple[float, float]]:
         read = heads * keys * (entries.slot_bytes / gpu_sizes.KEYS - 4)
         beside = columns * (entries.dim * ITEM + 2 * 4 * parts * entries.mixed_dim)
         work = 2.0 * columns * keys * (entries.dim + entries.mixed_dim)
-        seconds = max(
-            (read + beside) / HOPPER.memory_bandwidth,
-            blocks * read / L2_BANDWIDTH,
-            work / HOPPER.flops,
-        )
-        yield seconds, read / HOPPER.memory_bandwidth
+        direct = HOPPER.times(Work(work, read + beside)).seconds
+        yield max(direct, blocks * read / L2_BANDWIDTH), read / HOPPER.memory_bandwidth
 
 
 def next_token_seconds(rows: int, width: int, vocab: int) -> list[float]:
@@ -249,24 +251,17 @@ def next_token_seconds(rows: int, width: int, vocab: int) -> list[float]:
     loaded = row_tiles * tiles * (own + draw.COLUMNS) * width * ITEM
     # The largest and the sum of each part, written, and read to be added up.
     facts = 2 * 2 * 4 * row_tiles * own * vocab / ENTRIES
-    statistics = max(
-        2.0 * row_tiles * own * width * vocab / HOPPER.flops,
-        loaded / L2_BANDWIDTH,
-        (vocab * width * ITEM + facts) / HOPPER.memory_bandwidth,
-    )
+    product = 2.0 * row_tiles * own * width * vocab
+    direct = HOPPER.times(Work(product, vocab * width * ITEM + facts)).seconds
     # Gathered: read, written, and read by the product.
     gathered = 3 * rows * ENTRIES * width * ITEM
-    return [statistics, gathered / HOPPER.memory_bandwidth]
+    return [max(direct, loaded / L2_BANDWIDTH), gathered / HOPPER.memory_bandwidth]
 
 
-def next_token_row(
-    name: str, rows: int, width: int, vocab: int, logit_passes: int
-) -> str:
+def next_token_row(name: str, rows: int, width: int, vocab: int) -> str:
     """A row of the table of sampling on a Hopper GPU: microseconds, also of XLA."""
     times = next_token_seconds(rows, width, vocab)
-    product, table = 2.0 * rows * width * vocab, vocab * width * ITEM
-    in_memory = max(product / HOPPER.flops, table / HOPPER.memory_bandwidth)
-    in_memory += logit_passes * 4 * rows * vocab / HOPPER.memory_bandwidth
+    in_memory = logits_in_memory_seconds(HOPPER, rows, width, vocab)
     spent = " + ".join(f"{1e6 * seconds:.0f}" for seconds in times)
     return f"| {name} | {spent} | {1e6 * in_memory:.0f} |"
 

@@ -98,7 +98,7 @@ def _attention() -> Iterator[_Program]:
     import jax.numpy as jnp
 
     from benchmarks.rooflines.tpu import of_attention
-    from jaxrl_post.kernels.attention import attention
+    from jaxrl_post.kernels.attention import Scoring, Sight, attention
     from jaxrl_post.kernels.attention.shapes import SHAPES
 
     for name, shape in SHAPES.items():
@@ -107,8 +107,8 @@ def _attention() -> Iterator[_Program]:
             def run(query, key, value):
                 return attention(
                     query, key, value,
-                    query_positions=at, kv_positions=at, ends=ends,
-                    window=shape.window, softcap=shape.softcap,
+                    Sight(at, at, ends),
+                    scoring=Scoring(shape.window, softcap=shape.softcap),
                     implementation="pallas_tpu",
                 )  # fmt: skip
 
@@ -134,7 +134,7 @@ def _head() -> Iterator[_Program]:
     import jax.numpy as jnp
 
     from benchmarks.rooflines.tpu import of_token_logprob
-    from jaxrl_post.kernels.token_logprob import token_logprob
+    from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
     from jaxrl_post.kernels.token_logprob.shapes import SHAPES
 
     for name, shape in SHAPES.items():
@@ -144,7 +144,11 @@ def _head() -> Iterator[_Program]:
         def both(hidden, weight, targets, towards, cap=shape.softcap):
             def run(hidden, weight):
                 found = token_logprob(
-                    hidden, weight, targets, softcap=cap, implementation="pallas_tpu"
+                    hidden,
+                    weight,
+                    targets,
+                    scaling=Scaling(softcap=cap),
+                    implementation="pallas_tpu",
                 )
                 return tuple(found)
 

@@ -4,7 +4,6 @@ import functools
 
 from benchmarks.rooflines import hopper
 from benchmarks.rooflines.tpu import (
-    LOGIT_PASSES,
     decode_row,
     next_token_row,
     of_attention,
@@ -80,7 +79,7 @@ def main() -> None:
     print("| shape | us | XLA |\n|---|---|---|")
     for name, shape in NEXT_TOKEN.items():
         if shape.vocab % 8 == 0:
-            print(hopper.next_token_row(name, *shape[:3], LOGIT_PASSES))
+            print(hopper.next_token_row(name, *shape[:3]))
     print()
     print("## decode_attention on an H100: own keys + shared keys\n")
     print("| shape | us | bandwidth | KiB |\n|---|---|---|---|")

@@ -11,7 +11,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from benchmarks.rooflines.counted import ITEM, listed_tiles, parts_of_keys
+from benchmarks.rooflines.counted import (
+    ITEM,
+    listed_tiles,
+    logits_in_memory_seconds,
+    parts_of_keys,
+)
 from jaxrl_post.kernels.attention.kernel_tiles import choose_tile
 from jaxrl_post.kernels.attention.shapes import Shape as AttentionShape
 from jaxrl_post.kernels.decode_attention.pallas_tpu import LANES, Sizes
@@ -19,13 +24,10 @@ from jaxrl_post.kernels.decode_attention.shapes import Shape as DecodeShape
 from jaxrl_post.kernels.next_token import pallas_tpu as draw
 from jaxrl_post.kernels.next_token.parts import ENTRIES
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
-from jaxrl_post.programs.planning.chips import CHIPS
+from jaxrl_post.programs.planning.chips import CHIPS, Chip, Work
 
 # Seconds of a step of the grid, about: JAX's documentation of Pallas on TPUs.
 STEP_S = 0.35e-6
-# Of the logits of a step, in XLA's program as it is compiled for a v5e: logits and
-# weights are written, each is read, and the weights are copied into another layout.
-LOGIT_PASSES = 6
 NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 # Rows and columns of a matrix unit, by the pages that `CHIPS` names. A product whose
 # inner dimension, or width of its result, is smaller leaves a part of it idle.
@@ -47,9 +49,9 @@ class Kernel(NamedTuple):
     moved: float
     steps: float
 
-    def seconds(self, flops: float, bandwidth: float) -> float:
-        """Time on a chip with these rates."""
-        return max(self.flops / flops, self.moved / bandwidth) + self.steps * STEP_S
+    def seconds(self, chip: Chip) -> float:
+        """Time on a chip."""
+        return chip.times(Work(self.flops, self.moved)).seconds + self.steps * STEP_S
 
 
 def of_token_logprob(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
@@ -149,8 +151,7 @@ def decode_row(name: str, kernels: list[tuple[Kernel, float]]) -> str:
     cells = [name]
     for kind in NAMES:
         chip = CHIPS[kind]
-        rates = chip.flops, chip.memory_bandwidth
-        times = [kernel.seconds(*rates) for kernel, _ in kernels]
+        times = [kernel.seconds(chip) for kernel, _ in kernels]
         read = sum(entries for _, entries in kernels) / chip.memory_bandwidth
         cells += [" + ".join(f"{1e6 * t:.0f}" for t in times)]
         cells += [f"{read / sum(times):.0%}"]
@@ -175,13 +176,10 @@ def of_next_token(rows: int, width: int, vocab: int) -> Iterator[Kernel]:
 def next_token_row(name: str, rows: int, width: int, vocab: int) -> str:
     """A row of the table of sampling: microseconds, also with logits in memory."""
     cells = [name]
-    product, table = 2.0 * rows * width * vocab, vocab * width * ITEM
     for kind in NAMES:
         chip = CHIPS[kind]
-        rates = chip.flops, chip.memory_bandwidth
-        times = [k.seconds(*rates) for k in of_next_token(rows, width, vocab)]
-        in_memory = max(product / chip.flops, table / chip.memory_bandwidth)
-        in_memory += LOGIT_PASSES * 4 * rows * vocab / chip.memory_bandwidth
+        times = [k.seconds(chip) for k in of_next_token(rows, width, vocab)]
+        in_memory = logits_in_memory_seconds(chip, rows, width, vocab)
         cells += [" + ".join(f"{1e6 * t:.0f}" for t in times), f"{1e6 * in_memory:.0f}"]
     return "| " + " | ".join(cells) + " |"
 
@@ -196,7 +194,7 @@ def row(name: str, kernels_of: Callable[[int], Iterator[Kernel]]) -> str:
     cells = [name]
     for kind in NAMES:
         chip, kernels = CHIPS[kind], list(kernels_of(UNIT[kind]))
-        times = [k.seconds(chip.flops, chip.memory_bandwidth) for k in kernels]
+        times = [k.seconds(chip) for k in kernels]
         work = sum(k.flops for k in kernels) / chip.flops / sum(times)
         needed = sum(k.needed for k in kernels) / chip.flops / sum(times)
         spent = " + ".join(f"{1e3 * t:.2f}" for t in times)

@@ -1,4 +1,18 @@
-"""Named algorithms: compositions of `jaxrl_post.losses` behind one contract."""
+"""Named algorithms: compositions of `jaxrl_post.losses` behind one contract.
+
+What a docstring does not describe has one meaning in all of them:
+
+    clip_low         in [0, 1]; the ratio is clipped at 1 - clip_low
+    clip_high        >= 0; the ratio is clipped at 1 + clip_high
+    dual_clip        > 1, or None; see `policy.clipped_surrogate`
+    ddof             1 or 0; see `advantages.group_normalized`
+    epsilon          >= 0, added to the group's standard deviation
+    label_smoothing  in [0, 0.5), share of labels taken to be wrong
+    correction       of the sampler's mismatch, one of `corrections`; None for none
+    **shared         `SharedOptions`; of PPO, `RewardOptions`
+
+All raise ValueError where a hyperparameter is out of its range.
+"""
 
 from jaxrl_post.algorithms import (
     anchored,

@@ -35,9 +35,6 @@ def apo_zero(*, beta: float = 0.1) -> PreferenceAlgorithm:
     Args:
         beta: > 0; see `losses.anchored.apo_zero_loss`.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: `beta` is not positive.
 
@@ -56,9 +53,6 @@ def apo_down(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0; see `losses.anchored.apo_down_loss`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -79,9 +73,6 @@ def bco_pair(*, beta: float = 0.01) -> PreferenceAlgorithm:
     Args:
         beta: > 0; see `losses.anchored.bco_pair_loss`. The paper has 0.01.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: `beta` is not positive.
 
@@ -100,9 +91,6 @@ def nca(*, beta: float = 0.01) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0; see `losses.anchored.nca_loss`. The paper has 0.01.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -123,9 +111,6 @@ def sppo(*, beta: float = 0.001) -> PreferenceAlgorithm:
     Args:
         beta: > 0; see `losses.anchored.sppo_loss`. The authors' models have 1 / 1000.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: `beta` is not positive.
 
@@ -145,9 +130,6 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05) -> PreferenceAlgorithm:
     Args:
         beta: > 0; see `losses.margins.discopop_loss`.
         tau: > 0, temperature of the blend.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is not positive.
@@ -170,12 +152,6 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3) -> PreferenceAlgori
         beta: > 0; see `losses.margins.exo_loss`.
         label_smoothing: in (0, 0.5), share of labels taken to be wrong.
 
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Ji et al., Towards Efficient and Exact Optimization of Language Model Alignment,
         arXiv:2402.00856.
@@ -195,13 +171,6 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Melnyk et al., Distributional Preference Alignment of LLMs via Optimal
@@ -223,13 +192,6 @@ def aot_unpaired(
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Melnyk et al., Distributional Preference Alignment of LLMs via Optimal

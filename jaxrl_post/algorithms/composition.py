@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,13 @@ from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
 
-__all__ = ["SharedOptions", "compose", "only_shared", "raise_early"]
+__all__ = [
+    "RewardOptions",
+    "SharedOptions",
+    "compose",
+    "only_shared",
+    "raise_early",
+]
 
 
 class SharedOptions(TypedDict, total=False):
@@ -36,13 +42,17 @@ class SharedOptions(TypedDict, total=False):
     Attributes:
         kl_coefficient: >= 0, weight of the KL to the reference policy in the loss;
             default 0.
-        kl_estimator: `kl.k2`, `kl.k3` (default) or `kl.k3_plus`.
-        kl_weights: differentiated importance weights of that KL, a
-            `kl_weights.ratio`; None for none; default None.
-        correction: correction of the mismatch between sampler and trainer, one of
+        kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
+            `kl.k2`, `kl.k3` (default), `kl.k3_plus`, or a `functools.partial` of one
+            with clamps; with `kl_weights` also `kl.k1`.
+        kl_weights: (kl_values, policy_logprobs, proximal_logprobs, behavior_logprobs,
+            mask, segment_ids) to the weighted values per token, differentiated: a
+            `kl_weights.ratio`; None, the default, for the estimator's own values.
+        correction: (proximal_logprobs, behavior_logprobs, mask, segment_ids) to a
+            `Corrected`, for the mismatch between sampler and trainer: one of
             `algorithms.corrections`; None for none; default `truncated_tokens()`.
-        entropy_coefficient: weight of the policy's entropy, which the loss rewards;
-            default 0.
+        entropy_coefficient: weight of the policy's entropy, which the loss rewards
+            (> 0) or punishes (< 0); default 0.
 
     >>> from jaxrl_post.algorithms import dapo
     >>> shared = SharedOptions(kl_coefficient=0.01, correction=None)
@@ -57,7 +67,27 @@ class SharedOptions(TypedDict, total=False):
     entropy_coefficient: float
 
 
-def only_shared(given: SharedOptions) -> SharedOptions:
+class RewardOptions(TypedDict, total=False):
+    """Keyword arguments of an algorithm whose reward has the KL.
+
+    Attributes:
+        kl_coefficient: >= 0, weight of the KL to the reference policy in the reward;
+            default 0.
+        kl_estimator: estimator of that KL; in the reward `kl.k1`, the default, is
+            unbiased.
+        correction: as in `SharedOptions`.
+        entropy_coefficient: as in `SharedOptions`.
+    """
+
+    kl_coefficient: float
+    kl_estimator: KlEstimator
+    correction: Correction | None
+    entropy_coefficient: float
+
+
+def only_shared[Options: (SharedOptions, RewardOptions)](
+    given: Options, kind: type = SharedOptions
+) -> Options:
     """Returns the shared options of a call, and refuses other keyword arguments.
 
     Without this check `compose` would take its own, such as `anchor`, from a caller of
@@ -72,7 +102,7 @@ def only_shared(given: SharedOptions) -> SharedOptions:
     TypeError: 'kl_coef' is no option of this algorithm; besides its own it has
     kl_coefficient, kl_estimator, kl_weights, correction, entropy_coefficient
     """
-    known = SharedOptions.__annotations__
+    known = kind.__annotations__
     for name in given:
         if name not in known:
             raise TypeError(
@@ -87,15 +117,11 @@ def compose(
     advantages: Callable[..., Float[Array, "groups samples"]],
     policy_loss: PolicyLoss,
     reduction: Reduction,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k3,
-    kl_weights: KlWeights | None = None,
-    correction: Correction | None = TRUNCATED,
     anchor: Literal["proximal", "behavior"] = "proximal",
-    entropy_coefficient: float = 0.0,
     token_choice: TokenChoice | None = None,
     reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards",
     accept_k1_loss: bool = False,
+    **shared: Unpack[SharedOptions],
 ) -> Algorithm:
     """Builds an algorithm from its parts.
 
@@ -119,29 +145,14 @@ def compose(
         policy_loss: (policy_logprobs, proximal_logprobs, advantages, mask, segment_ids)
             to a `PolicyTerm`; one of `algorithms.terms`.
         reduction: (values, mask, segment_ids) to a `Metric`; one of `losses.reduce`.
-        kl_coefficient: >= 0, weight of the KL to the reference in the loss.
-        kl_estimator: (policy_logprobs, reference_logprobs, mask) to values per token;
-            `kl.k2`, `kl.k3`, `kl.k3_plus`, or a `functools.partial` of one with clamps;
-            with `kl_weights` also `kl.k1`.
-        kl_weights: (kl_values, policy_logprobs, proximal_logprobs, behavior_logprobs,
-            mask, segment_ids) to the weighted values per token; a `kl_weights.ratio`,
-            or None for the estimator's own values.
-        correction: (proximal_logprobs, behavior_logprobs, mask, segment_ids) to a
-            `Corrected`, for the mismatch between sampler and trainer; one of
-            `algorithms.corrections`, or None for none.
         anchor: whose log-probs `policy_loss` gets besides the policy's. "behavior" are
             the sampler's: the policy loss's ratio is then the correction as well.
-        entropy_coefficient: weight of the policy's entropy, which the loss then rewards
-            (> 0) or punishes (< 0).
         token_choice: (entropy, mask) to the mask of tokens that keep their policy loss,
             such as `entropy.entropy_quantile_mask`; the policy loss of other tokens is
             0, but they count in the mean. None keeps all.
         reads: as `Algorithm.reads`.
         accept_k1_loss: allows `kl.k1` as the loss's estimator although its expected
             gradient is zero, to reproduce a run that used it.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range, `kl_estimator` is `kl.k1`,
@@ -167,6 +178,12 @@ def compose(
     >>> algorithm.needs_reference
     True
     """
+    only_shared(shared)
+    kl_coefficient = shared.get("kl_coefficient", 0.0)
+    kl_estimator = shared.get("kl_estimator", kl.k3)
+    kl_weights = shared.get("kl_weights")
+    correction = shared.get("correction", TRUNCATED)
+    entropy_coefficient = shared.get("entropy_coefficient", 0.0)
     if kl_coefficient < 0:
         raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
     if kl_weights is None and not accept_k1_loss:

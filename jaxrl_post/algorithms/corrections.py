@@ -59,9 +59,6 @@ def truncated_tokens(*, cap: float = 2.0) -> Correction:
     Args:
         cap: > 0.
 
-    Returns:
-        A correction for `compose`.
-
     References:
         Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
         Training, https://fengyao.notion.site/off-policy-rl, 2025.
@@ -84,9 +81,6 @@ def truncated_sequences(*, cap: float = 2.0) -> Correction:
     Args:
         cap: > 0.
 
-    Returns:
-        A correction for `compose`.
-
     References:
         Liu et al., When Speed Kills Stability: Demystifying RL Collapse from the
         Training-Inference Mismatch, 2025.
@@ -107,9 +101,6 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
         low: 0 <= low <= high.
         high: upper bound, inclusive.
 
-    Returns:
-        A correction for `compose`.
-
     References:
         Ling Team, Every Step Evolves (Ring-1T), arXiv:2510.18855.
 
@@ -128,9 +119,6 @@ def icepop_sequences(*, low: float = 0.0, high: float = 3.0) -> Correction:
     Args:
         low: 0 <= low <= high.
         high: upper bound, inclusive.
-
-    Returns:
-        A correction for `compose`.
 
     References:
         TRL, GRPOConfig, https://huggingface.co/docs/trl.
@@ -154,9 +142,6 @@ def masked_sequences(*, low: float, high: float, cap: float = 2.0) -> Correction
         low: 0 <= low <= high, of the geometric mean.
         high: upper bound, inclusive.
         cap: > 0, of the token weights.
-
-    Returns:
-        A correction for `compose`.
 
     References:
         Liu et al., When Speed Kills Stability: Demystifying RL Collapse from the
@@ -190,9 +175,6 @@ def rejected_tokens(
         high: upper bound (nats), inclusive.
         low: lower bound (nats), inclusive.
         cap: > 0, of the token weights.
-
-    Returns:
-        A correction for `compose`.
 
     References:
         Liu et al., When Speed Kills Stability: Demystifying RL Collapse from the
@@ -239,9 +221,6 @@ def rejected_sequences(
         high: upper bound (nats), inclusive.
         low: lower bound (nats), inclusive.
         cap: > 0, of the token weights.
-
-    Returns:
-        A correction for `compose`.
 
     References:
         Liu et al., When Speed Kills Stability: Demystifying RL Collapse from the

@@ -169,18 +169,10 @@ def grpo(
 
     Args:
         framework: one of this module.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1; None for the framework's own, which
             `framework._replace(dual_clip=None)` takes away.
         reduction: one of `losses.reduce`.
         **shared: see `SharedOptions`; they override the framework's own.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     >>> import jax.numpy as jnp
     >>> grpo(VERL).advantages(jnp.array([[7.0]]), jnp.array([[True]])).tolist()
@@ -217,14 +209,9 @@ def dr_grpo(
         denominator: > 0, in tokens; TRL's max_completion_length, verl's
             loss_scale_factor, whose default in verl is the padded width of the batch's
             responses.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1; None for the framework's own, which
             `framework._replace(dual_clip=None)` takes away.
         **shared: see `SharedOptions`; they override the framework's own.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range, or the framework has no
@@ -263,9 +250,6 @@ def cispo(
             ratio_clip_max, TRL's epsilon_high. None for the framework's own.
         **shared: see `SharedOptions`; they override the framework's own.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: a hyperparameter is out of its range, or the framework has no CISPO.
 
@@ -300,8 +284,6 @@ def trl_grpo(
     """TRL's GRPO with the options that only TRL has.
 
     Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         dual_clip: > 1 + clip_high, because a smaller one would cut into TRL's clip
             range; None for none.
         ratio_level: TRL's importance_sampling_level, also of the ratio that weighs the
@@ -313,9 +295,6 @@ def trl_grpo(
             loss; 1 minus TRL's top_entropy_quantile. They still count in the mean.
         reduction: `reduce.sequence_mean_of_token_mean` for loss_type grpo.
         **shared: see `SharedOptions`; they override TRL's own.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: a hyperparameter is out of its range; a dual clip is given with

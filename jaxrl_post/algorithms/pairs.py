@@ -97,9 +97,6 @@ def compose_pairs(
         of_means: whether the loss uses means over tokens instead of sums.
         needs_reference: False leaves the reference's log-probs at 0.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ValueError: `loss` rejects a hyperparameter.
 
@@ -141,9 +138,6 @@ def compose_margins(
         scale: scale of the implicit rewards, a loss's beta.
         margin_of: a margin with the arguments of `losses.preference.log_ratio_margin`.
         of_means: whether the margin is of means over tokens instead of sums.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `loss` or `margin_of` rejects a hyperparameter.

@@ -37,20 +37,6 @@ def grpo(
     Rewards are normalised in their group. PPO's clipped surrogate is averaged over each
     sequence's tokens, then over sequences. The paper's KL coefficient is 0.04.
 
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Shao et al., DeepSeekMath, arXiv:2402.03300.
 
@@ -82,15 +68,6 @@ def dr_grpo(
     Args:
         denominator: > 0, in tokens; the paper takes the generation budget. It scales
             the loss, so it has no default.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Liu et al., Understanding R1-Zero-Like Training, arXiv:2503.20783.
@@ -118,19 +95,6 @@ def dapo(
 
     It is GRPO with a higher upper clip, the mean over all tokens, and no KL. The
     paper's dynamic sampling and overlong shaping are not part of the loss.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Yu et al., DAPO, arXiv:2503.14476.
@@ -160,19 +124,6 @@ def gspo(
     ratios, which needs a small clip range. Advantages and corrections of single tokens
     count for these alone (the paper's GSPO-token, eq. 13); where they are equal in a
     sequence, its gradient is that of eq. 5.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071.
@@ -207,15 +158,6 @@ def cispo(
     Args:
         ratio_low: in [0, 1], lower bound of the ratio itself.
         ratio_high: >= 1, upper bound of the ratio itself; see `policy.cispo`.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         MiniMax, MiniMax-M1, arXiv:2506.13585.
@@ -239,15 +181,6 @@ def rloo(**shared: Unpack[SharedOptions]) -> Algorithm:
     It is the unclipped likelihood gradient of whole sequences: each sequence's token
     sum, averaged over sequences. No ratio corrects for several updates on a batch. The
     paper puts the KL into the reward; here it is a term of the loss.
-
-    Args:
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization for

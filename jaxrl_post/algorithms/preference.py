@@ -32,13 +32,6 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Rafailov et al., Direct Preference Optimization, arXiv:2305.18290.
@@ -59,12 +52,6 @@ def robust_dpo(
         beta: > 0; see `losses.preference.robust_loss`.
         label_smoothing: in [0, 0.5), the probability that a label is flipped.
 
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Chowdhury et al., Provably Robust DPO, arXiv:2403.00409.
 
@@ -80,13 +67,6 @@ def ln_dpo(*, beta: float = 2.0, label_smoothing: float = 0.0) -> PreferenceAlgo
 
     Args:
         beta: > 0, larger than DPO's by a factor of about an answer's length.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Lambert et al., Tulu 3, arXiv:2411.15124 (length-normalised DPO).
@@ -103,9 +83,6 @@ def hinge(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0; see `losses.preference.hinge_loss`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -125,9 +102,6 @@ def ipo(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0; see `losses.preference.ipo_loss`.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -154,13 +128,6 @@ def alpha_divergence_dpo(
         beta: > 0, the strength of the divergence.
         alpha: in (0, 1]; 1 is the forward KL; see
             `losses.preference.alpha_divergence_margin`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Wang et al., Beyond Reverse KL, arXiv:2309.16240.
@@ -183,13 +150,6 @@ def jensen_shannon_dpo(
     Args:
         beta: > 0, the strength of the divergence; see
             `losses.preference.jensen_shannon_margin`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Wang et al., Beyond Reverse KL, arXiv:2309.16240.
@@ -210,13 +170,9 @@ def wpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceAlgorit
 
     Args:
         beta: > 0; see `losses.preference.sigmoid_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
 
     Returns:
         The algorithm. Its loss is a mean over pairs, not over their weights.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Zhou et al., WPO, arXiv:2406.11827.

@@ -23,13 +23,6 @@ def reference_free_dpo(
 
     Args:
         beta: > 0; see `losses.reference_free.cpo_loss`.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Xu et al., Contrastive Preference Optimization, arXiv:2401.08417.
@@ -48,13 +41,6 @@ def simpo(
     Args:
         beta: > 0, scale of the mean log-prob per token.
         target_margin: >= 0, the paper's gamma.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Meng et al., SimPO, arXiv:2405.14734.
@@ -84,13 +70,6 @@ def cpo(
     Args:
         beta: > 0; see `losses.reference_free.cpo_loss`.
         nll_weight: >= 0, weight of the chosen answer's mean token loss -log p.
-        label_smoothing: in [0, 0.5), share of labels taken to be wrong.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Xu et al., Contrastive Preference Optimization, arXiv:2401.08417.
@@ -119,9 +98,6 @@ def orpo(*, beta: float = 0.1) -> PreferenceAlgorithm:
 
     Args:
         beta: > 0, weight of the odds ratio, the paper's lambda.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ValueError: `beta` is not positive.

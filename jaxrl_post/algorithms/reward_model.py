@@ -31,9 +31,6 @@ def bradley_terry(
         centering: >= 0, weight of the squared sum of a pair's rewards; TRL recommends
             0.01.
 
-    Returns:
-        The objective.
-
     Raises:
         ValueError: `centering` is negative.
 

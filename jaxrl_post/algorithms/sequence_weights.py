@@ -43,15 +43,7 @@ def vespo(
         lambda_positive: >= 0.
         k_negative: >= 0.
         lambda_negative: >= 0.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`, without a correction.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Shen et al., VESPO: Variational Sequence-level Soft Policy Optimization,
@@ -87,19 +79,6 @@ def luspo(
     It is GSPO with sequences weighted by length: it takes the mean over sequences of
     the token sum, while GSPO's token mean gives tokens of long answers less weight.
 
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-
     References:
         Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261.
 
@@ -125,17 +104,6 @@ def clipped_rloo(
     """RLOO with PPO's clip of the sequence's ratio, for several updates per batch.
 
     On policy its gradient is `rloo`'s. The sequence is one action, as in the paper.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization for
@@ -166,17 +134,8 @@ def lite_ppo(
     without a critic.
 
     Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `baselines.batch_scaled`.
         epsilon: >= 0, added to the batch's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Liu et al., Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning,
@@ -210,18 +169,12 @@ def gdpo(
 
     Args:
         weights: one per component; None for 1 each. `advantages` checks their number.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         ddof: 1 or 0; see `baselines.gdpo`.
         epsilon: >= 0, added to the standard deviations.
         epsilon_inside: see `baselines.gdpo`.
-        **shared: see `SharedOptions`.
 
     Returns:
         The algorithm, whose `reads` is "components".
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Liu et al., GDPO: Group reward-Decoupled Normalization Policy Optimization for
@@ -252,14 +205,8 @@ def opo(**shared: Unpack[SharedOptions]) -> Algorithm:
     It is REINFORCE with the group's mean reward, weighted by length, as baseline.
     `advantages` takes (rewards, valid, lengths), all [groups, samples].
 
-    Args:
-        **shared: see `SharedOptions`.
-
     Returns:
         The algorithm, whose `reads` is "lengths".
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Hao et al., On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
@@ -282,14 +229,8 @@ def remax(**shared: Unpack[SharedOptions]) -> Algorithm:
     One sample per prompt is enough. `advantages` takes (rewards [groups, samples],
     valid [groups, samples], greedy_rewards [groups]).
 
-    Args:
-        **shared: see `SharedOptions`.
-
     Returns:
         The algorithm, whose `reads` is "greedy".
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Li et al., ReMax, arXiv:2310.10505.

@@ -42,14 +42,6 @@ def clipped_token_ratio(
 ) -> PolicyLoss:
     """PPO's clipped surrogate of each token's ratio.
 
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
-
-    Returns:
-        A policy loss for `compose`.
-
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_token_ratio(clip_low=0.2, clip_high=0.28)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -71,15 +63,10 @@ def clipped_sequence_ratio(
     """GSPO's clipped surrogate of each sequence's length-normalised ratio.
 
     Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         by_token: whether a token's loss has the gradient of that token alone
             (`policy.gspo_token`), so that its own advantage and correction count for
             it. False spreads it over its sequence (`policy.gspo`). Where these are
             equal in a sequence, so are the gradients.
-
-    Returns:
-        A policy loss for `compose`.
 
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_sequence_ratio(clip_low=3e-4, clip_high=4e-4)
@@ -94,13 +81,6 @@ def clipped_sequence_ratio(
 
 def clipped_product_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     """PPO's clipped surrogate of each sequence's ratio, the product of token ratios.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-
-    Returns:
-        A policy loss for `compose`.
 
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = clipped_product_ratio(clip_low=0.2, clip_high=0.2)
@@ -131,9 +111,6 @@ def kernel_weighted_ratio(
         k_negative: >= 0, power of the kernel where the advantage is negative.
         lambda_negative: >= 0, rate of the kernel there.
 
-    Returns:
-        A policy loss for `compose`.
-
     >>> p, ones = jnp.full((1, 2), -0.5), jnp.ones((1, 2))
     >>> term = kernel_weighted_ratio(
     ...     k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0
@@ -161,9 +138,6 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
         ratio_low: in [0, 1], lower bound of the ratio itself.
         ratio_high: >= 1, upper bound of the ratio itself.
 
-    Returns:
-        A policy loss for `compose`.
-
     >>> p, ones = jnp.full((1, 2), -0.5), jnp.ones((1, 2))
     >>> term = weighting_token_ratio(ratio_low=0.0, ratio_high=5.0)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -189,9 +163,6 @@ def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
         clip_low: >= 0, in nats; the log-ratio is clipped at -clip_low.
         clip_high: >= 0, in nats; the log-ratio is clipped at clip_high.
 
-    Returns:
-        A policy loss for `compose`.
-
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = geometric_mean_ratio(clip_low=0.4, clip_high=0.4)
     >>> term(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()
@@ -209,9 +180,6 @@ def soft_gated_ratio(*, tau_positive: float, tau_negative: float) -> PolicyLoss:
     Args:
         tau_positive: > 0, for tokens with a positive advantage; larger is narrower.
         tau_negative: > 0, for the other tokens.
-
-    Returns:
-        A policy loss for `compose`.
 
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = soft_gated_ratio(tau_positive=1.0, tau_negative=1.05)
@@ -238,9 +206,6 @@ def divergence_masked_ratio(
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
         threshold: >= 0, in the divergence's unit.
         ratio_high: > 0, bound of the ratio as a weight; see `trust_region.dppo`.
-
-    Returns:
-        A policy loss for `compose`.
 
     >>> p, ones = jnp.zeros((1, 2)), jnp.ones((1, 2))
     >>> term = divergence_masked_ratio(
@@ -289,9 +254,6 @@ def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
         policy_loss: another policy loss of this module.
         threshold: in nats per token.
 
-    Returns:
-        A policy loss for `compose`.
-
     References:
         DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
 
@@ -323,9 +285,6 @@ def opsm(policy_loss: PolicyLoss, *, threshold: float) -> PolicyLoss:
 
 def reinforce() -> PolicyLoss:
     """REINFORCE: the plain log-prob. The ratio is only a metric; nothing is clipped.
-
-    Returns:
-        A policy loss for `compose`.
 
     >>> p, ones = jnp.full((1, 2), -0.5), jnp.ones((1, 2))
     >>> reinforce()(p, p, ones, ones > 0, ones.astype(int)).loss.tolist()

@@ -5,12 +5,18 @@ sequence's last token, subtracts the KL penalty per token, and computes advantag
 """
 
 from functools import partial
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_post.algorithms import terms
-from jaxrl_post.algorithms.composition import compose, raise_early
+from jaxrl_post.algorithms.composition import (
+    RewardOptions,
+    compose,
+    only_shared,
+    raise_early,
+)
 from jaxrl_post.algorithms.corrections import TRUNCATED
 from jaxrl_post.algorithms.objective import (
     Algorithm,
@@ -53,11 +59,8 @@ def ppo(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     value_clip: float | None = 0.2,
-    kl_coefficient: float = 0.0,
-    kl_estimator: KlEstimator = kl.k1,
     bootstrap_truncated: bool = False,
-    entropy_coefficient: float = 0.0,
-    correction: Correction | None = TRUNCATED,
+    **shared: Unpack[RewardOptions],
 ) -> Algorithm:
     """Proximal Policy Optimization with a critic and generalised advantages.
 
@@ -71,24 +74,11 @@ def ppo(
             returns, which VC-PPO found to matter for long answers; with `lambda_` they
             are those of the PPO paper.
         whiten: whether advantages get mean 0 and variance 1 over the batch's tokens.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        dual_clip: > 1, or None; see `policy.clipped_surrogate`.
         value_clip: > 0, how far a value may move in the batch's updates; None for a
             plain squared error.
-        kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
-        kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
         bootstrap_truncated: whether the critic's value after the last token is added
             for answers that were cut off (`TokenBatch.truncated`), because the task
             did not end there. False treats the length limit as part of the task.
-        entropy_coefficient: weight of the policy's entropy.
-        correction: of the sampler's mismatch; None for none.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347.
@@ -100,6 +90,9 @@ def ppo(
     >>> ppo().value_objective is not None
     True
     """
+    only_shared(shared, RewardOptions)
+    kl_coefficient = shared.get("kl_coefficient", 0.0)
+    kl_estimator = shared.get("kl_estimator", kl.k1)
 
     @checked
     def credit(batch: TokenBatch) -> TokenBatch:
@@ -129,8 +122,8 @@ def ppo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduce.token_mean,
-        correction=correction,
-        entropy_coefficient=entropy_coefficient,
+        correction=shared.get("correction", TRUNCATED),
+        entropy_coefficient=shared.get("entropy_coefficient", 0.0),
     )
     return _credited(
         composed._replace(
@@ -159,17 +152,8 @@ def reinforce_plus_plus(
 
     Args:
         gamma: in [0, 1], discount per token.
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the reward.
         kl_estimator: estimator of that KL; in the reward `kl.k1` is unbiased.
-        correction: of the sampler's mismatch; None for none.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Hu et al., REINFORCE++, arXiv:2501.03262.
@@ -211,18 +195,9 @@ def reinforce_plus_plus_baseline(
     share one standard deviation, instead of a noisy one per group.
 
     Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
         kl_coefficient: >= 0, weight of the KL to the reference policy in the loss.
         kl_estimator: estimator of that KL; the paper takes `kl.k2`.
         kl_weights: as in `SharedOptions`.
-        correction: of the sampler's mismatch; None for none.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Hu et al., REINFORCE++, arXiv:2501.03262.
@@ -262,17 +237,6 @@ def distillation(
     The reference policy is the teacher. A token's advantage is log teacher - log
     student, so that the expected gradient is that of the reverse KL from the student
     to the teacher at the prefixes that the student visits. Rewards are only metrics.
-
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        correction: of the sampler's mismatch; None for none.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.

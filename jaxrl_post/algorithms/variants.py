@@ -36,15 +36,6 @@ def gmpo(
     Args:
         clip_low: >= 0, in nats; a token's log-ratio is clipped at -clip_low.
         clip_high: >= 0, in nats; a token's log-ratio is clipped at clip_high.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673.
@@ -77,15 +68,6 @@ def sapo(
     Args:
         tau_positive: > 0, for positive advantages; a larger tau fades gradients faster.
         tau_negative: > 0, for negative advantages.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
-        **shared: see `SharedOptions`.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347.
@@ -124,15 +106,7 @@ def dppo(
             total variation of 0.2, and 0.28 on the upper side.
         divergence: `trust_region.binary_tv` or `trust_region.binary_kl`.
         ratio_high: > 0, bound of the ratio as a weight (verl has 20); None for none.
-        ddof: 1 or 0; see `advantages.group_normalized`.
-        epsilon: >= 0, added to the group's standard deviation.
         **shared: see `SharedOptions`, without a correction.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning,
@@ -164,16 +138,8 @@ def max_rl(
     the log of a prompt's success rate. Every token weighs the same, as in the paper's
     gradient of whole sequences; PPO's clip allows several updates per batch.
 
-    Args:
-        clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
-        clip_high: >= 0; the ratio is clipped at 1 + clip_high.
-        **shared: see `SharedOptions`.
-
     Returns:
         The algorithm, for rewards >= 0.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Tajwar et al., Maximum Likelihood Reinforcement Learning, arXiv:2602.02710.

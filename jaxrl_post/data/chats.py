@@ -73,21 +73,11 @@ def read_chats(
       as above.
     - text: every token is learned.
 
-    Args:
-        path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
-            conversation and needs the extra `parquet`. A null there is an absent field.
-        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
-            lists them in the report.
+    Which files it reads, bad rows, the report and what is raised are as in
+    `tables.read_table`.
 
     Returns:
-        The conversations or texts in the file's order, and a report (its lines are
-        rows, from 1, for a .parquet file).
-
-    Raises:
-        ValueError: at a bad row under "fail"; if the file has no row or no good one; if
-            its name ends otherwise, or it is damaged.
-        ModuleNotFoundError: for .parquet without the extra.
-        OSError: if the file cannot be read.
+        The conversations or texts, and a report.
 
     >>> import pathlib, tempfile
     >>> row = '{"messages": [{"role": "user", "content": "2+2="}, '

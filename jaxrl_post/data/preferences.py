@@ -98,21 +98,14 @@ def read_preferences(
     with tools is bad, and so is a message with more than role and content that a chat
     template would write, such as tool_calls or reasoning_content.
 
-    Args:
-        path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
-            preference and needs the extra `parquet`. A null there is an absent field.
-        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
-            lists them in the report.
+    Which files it reads, bad rows, the report and what is raised are as in
+    `tables.read_table`.
 
     Returns:
-        The preferences (judged answers for the fourth layout) in the file's order, and
-        a report (its lines are rows, from 1, for a .parquet file).
+        The preferences (judged answers for the fourth layout) and a report.
 
     Raises:
-        ValueError: at a bad row under "fail"; if the file has no row, no good one or no
-            pair; if its name ends otherwise, or it is damaged.
-        ModuleNotFoundError: for .parquet without the extra.
-        OSError: if the file cannot be read.
+        ValueError: as there; or there is no pair.
 
     >>> import pathlib, tempfile
     >>> row = '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'

@@ -49,21 +49,11 @@ def read_steps(
     A row has `prompt`, a text or a list of {"role", "content"}; `completions`, the
     steps, a list of texts; and `labels`, as many bools or numbers in [0, 1].
 
-    Args:
-        path: the file; .jsonl and .json hold one JSON object a line, .parquet a row a
-            solution and needs the extra `parquet`.
-        on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
-            lists them in the report.
+    Which files it reads, bad rows, the report and what is raised are as in
+    `tables.read_table`.
 
     Returns:
-        The solutions in the file's order, and a report (its lines are rows, from 1, for
-        a .parquet file).
-
-    Raises:
-        ValueError: at a bad row under "fail"; if the file has no row or no good one; if
-            its name ends otherwise, or it is damaged.
-        ModuleNotFoundError: for .parquet without the extra.
-        OSError: if the file cannot be read.
+        The solutions and a report.
 
     >>> import pathlib, tempfile
     >>> row = '{"prompt": "1+1+1=", "completions": ["2+1", "4"], "labels": [true, 0]}'

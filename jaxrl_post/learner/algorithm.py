@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from jaxrl_post import algorithms
 from jaxrl_post.algorithms import (
@@ -118,8 +118,10 @@ def _options(
     """
     parameters = inspect.signature(build).parameters
     taken = set(parameters)
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        taken |= SharedOptions.__annotations__.keys()
+    for each in parameters.values():
+        if each.kind is each.VAR_KEYWORD:
+            shared = get_args(each.annotation) or (SharedOptions,)
+            taken |= shared[0].__annotations__.keys()
     weight = config.kl_weights
     given: dict[str, tuple[tuple[str, ...], Any]] = {
         "clip-low": (("clip_low", "ratio_low"), config.clip_low),

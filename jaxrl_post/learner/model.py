@@ -54,6 +54,7 @@ from jaxrl_post.types import PyTree
 __all__ = [
     "Adaptation",
     "Model",
+    "SamplerMemory",
     "check_beside",
     "check_context",
     "check_sample",
@@ -345,6 +346,23 @@ def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
     return dataclasses.replace(model, config=config, adaptation=adaptation), params
 
 
+@dataclass(frozen=True)
+class SamplerMemory:
+    """What a sampler keeps in memory.
+
+    Attributes:
+        cache: keys and values.
+        draft: the draft model's parameters and cache; None without one.
+        copies: its own copy of the parameters, if it has one.
+        mesh: on which the copy is.
+    """
+
+    cache: PyTree | None = None
+    draft: PyTree | None = None
+    copies: PyTree | None = None
+    mesh: Mesh | None = None
+
+
 def layout_table(
     model: Model,
     update: UpdateConfig,
@@ -354,17 +372,13 @@ def layout_table(
     optimizer: PyTree,
     reference: PyTree | None = None,
     critic: PyTree | None = None,
-    cache: PyTree | None = None,
-    draft: PyTree | None = None,
-    sampler: PyTree | None = None,
-    sampler_mesh: Mesh | None = None,
+    sampler: SamplerMemory = SamplerMemory(),
 ) -> list[tuple[str, str, str]]:
     """Returns rows (what, layout, MiB per device) for everything that takes memory.
 
     Activations are an estimate, of `rows` rows of `row_tokens` tokens; the rest is
     exact. Shared arrays, such as a base under two adapters, count once, in the first
-    row. `sampler` is the sampler's own copy of the parameters, on `sampler_mesh`, if it
-    has one.
+    row.
     """
     adaptation = model.adaptation
     frozen = "" if adaptation is None else ", frozen"
@@ -374,9 +388,9 @@ def layout_table(
         ("optimizer", "float32 moments and master weights", optimizer),
         ("reference", "frozen parameters", reference),
         ("critic", "parameters and optimizer", critic),
-        ("sampler's copy", f"on {_axes(sampler_mesh or model.mesh)}", sampler),
-        ("KV cache", "of all slots", cache),
-        ("draft model", "parameters and KV cache", draft),
+        ("sampler's copy", f"on {_axes(sampler.mesh or model.mesh)}", sampler.copies),
+        ("KV cache", "of all slots", sampler.cache),
+        ("draft model", "parameters and KV cache", sampler.draft),
     ]
     table, known = [("mesh", _axes(model.mesh), "")], set[int]()
     for name, what, tree in parts:

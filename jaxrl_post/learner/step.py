@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxrl_post.algorithms.objective import Objective, Predictions
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.models import (
@@ -28,7 +28,7 @@ from jaxrl_post.models import (
     unembedding,
     values,
 )
-from jaxrl_post.models.decoder import Remat
+from jaxrl_post.models.decoder import Execution, Remat
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, Rules
@@ -144,12 +144,8 @@ def _inputs(batch: TokenBatch, chunks: Chunks) -> dict[str, Any]:
 
 def _how(policy: Policy, chunks: Chunks) -> dict[str, Any]:
     """How the model is run."""
-    return {
-        "rules": chunks.rules,
-        "remat": policy.remat,
-        "scan": policy.scan,
-        "kernels": policy.kernels,
-    }
+    execution = Execution(policy.remat, policy.scan, policy.kernels)
+    return {"rules": chunks.rules, "execution": execution}
 
 
 def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
@@ -175,8 +171,9 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         chunks.split(jnp.asarray(batch.tokens)),
         mask=chunks.split(jnp.asarray(batch.loss_mask)),
         kept=kept,
-        temperature=policy.temperature * divisor,
-        softcap=None if cap is None else cap * divisor,
+        scaling=Scaling(
+            policy.temperature * divisor, None if cap is None else cap * divisor
+        ),
         rules=chunks.rules,
         implementation=policy.kernels,
     )

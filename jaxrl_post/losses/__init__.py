@@ -7,6 +7,21 @@ NumPy arrays work like JAX arrays, and a Python number is broadcast to an array.
 whose shapes do not match raise an error; they are not broadcast (`arguments`).
 Reduction is separate (`reduce`) and returns a `Metric`, so that accumulation over
 microbatches is exact.
+
+What a docstring does not describe has one meaning in all of them, per token:
+
+    mask                bool, True where a token counts; the result is 0 elsewhere
+    segment_ids         int in [0, length]; None for one sequence per row
+    policy_logprobs     log p (nats), the policy's; of a loss, differentiable
+    proximal_logprobs   log q (nats), the trainer's before the batch's updates
+    behavior_logprobs   the sampler's (nats); log q where a loss has no proximal ones
+    advantages          any float dtype, held constant
+    clip_low            in [0, 1]; the ratio is clipped at 1 - clip_low
+    clip_high           >= 0; the ratio is clipped at 1 + clip_high
+
+`answers` has the table of whole answers. `valid` is False where a sample has no reward;
+None means that all have one. All raise ValueError where a hyperparameter is out of its
+range.
 """
 
 from jaxrl_post.losses import (

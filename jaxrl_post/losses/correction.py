@@ -46,11 +46,6 @@ def token_weights(
 ) -> Float[Array, "*shape"]:
     """Importance weight of each token: w_t = proximal_t / behavior_t.
 
-    Args:
-        proximal_logprobs: the trainer's log-probs (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
-
     Returns:
         float32 in [e^-20, e^20], without gradient; 1 where the mask is False.
 
@@ -70,12 +65,6 @@ def sequence_weights(
     segment_ids: Int[Array, "*batch length"] | None = None,
 ) -> Float[Array, "*batch length"]:
     """Importance weight of each sequence, the product of its tokens' weights.
-
-    Args:
-        proximal_logprobs: the trainer's log-probs (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32 in [e^-20, e^20], without gradient; each token gets its sequence's.
@@ -132,9 +121,6 @@ def decoupled_weights(
     instead of truncating them: `icepop(token_weights(...), low=0.0, high=cap)`.
 
     Args:
-        proximal_logprobs: the trainer's log-probs (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
         cap: > 0.
 
     Returns:
@@ -202,10 +188,6 @@ def sequence_masked(
 
     Args:
         weights: of tokens or of sequences, >= 0.
-        proximal_logprobs: the trainer's log-probs (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         low: 0 <= low <= high.
         high: upper bound, inclusive.
 

@@ -40,11 +40,6 @@ def token_mult_prob_error(
     mean_t(exp(|log proximal_t - log behavior_t|)); exactly 1 where they agree. Errors
     in opposite directions do not cancel, as they do in a mean ratio.
 
-    Args:
-        proximal_logprobs: the trainer's log-probs (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
-
     Returns:
         (sum over tokens, number of tokens); a token contributes at most e^20.
 
@@ -70,7 +65,6 @@ def approximate_kl(
     Args:
         sampled_logprobs: log-probs (nats) under the policy that drew the tokens.
         other_logprobs: log-probs (nats) of the same tokens under another policy.
-        mask: bool, True where a token counts.
 
     Returns:
         (sum over tokens, number of tokens), in nats.
@@ -96,9 +90,6 @@ def clip_fraction_low(
 
     Args:
         ratio: policy / proximal, per token.
-        advantages: per token.
-        mask: bool, True where a token counts.
-        clip_low: in [0, 1].
 
     Returns:
         (number of such tokens, number of tokens).
@@ -126,9 +117,6 @@ def clip_fraction_high(
 
     Args:
         ratio: policy / proximal, per token.
-        advantages: per token.
-        mask: bool, True where a token counts.
-        clip_high: >= 0.
 
     Returns:
         (number of such tokens, number of tokens).
@@ -154,7 +142,6 @@ def outside_fraction(
 
     Args:
         values: ratios or weights, for example.
-        mask: bool, True where a token counts.
         low: lower bound, inclusive.
         high: upper bound, inclusive.
 
@@ -184,8 +171,6 @@ def effective_sample_size(
 
     Args:
         weights: per token, >= 0.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         (sum over sequences, number of sequences).
@@ -221,7 +206,6 @@ def chi_square(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> 
 
     Args:
         weights: proximal / behavior, of tokens the behavior policy sampled.
-        mask: bool, True where a token counts.
 
     Returns:
         (sum over tokens, number of tokens); >= 0 in expectation only.
@@ -241,11 +225,6 @@ def sampled_entropy(
     """Estimate of the policy's entropy from the sampled tokens.
 
     H = E_policy[-log p] = E_behavior[-(p_t / behavior_t) log p_t]
-
-    Args:
-        policy_logprobs: log p (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
 
     Returns:
         (sum over tokens, number of tokens), in nats.

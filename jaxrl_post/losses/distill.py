@@ -41,7 +41,6 @@ def forward_kl(
     Args:
         teacher_logits: any float dtype.
         student_logits: differentiable.
-        mask: bool, True where a token counts.
         temperature: > 0.
 
     Returns:
@@ -74,7 +73,6 @@ def reverse_kl(
     Args:
         teacher_logits: any float dtype, finite where the student's are.
         student_logits: differentiable.
-        mask: bool, True where a token counts.
         temperature: > 0.
 
     Returns:
@@ -116,16 +114,12 @@ def generalized_jsd(
     Args:
         teacher_logits: any float dtype.
         student_logits: differentiable.
-        mask: bool, True where a token counts.
         beta: in [0, 1], the teacher's share of the mixture; 0 is the forward KL and 1
             the reverse KL.
         temperature: > 0.
 
     Returns:
         float32, >= 0; 0 where the mask is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models: Learning from
@@ -166,7 +160,6 @@ def top_k_forward_kl(
         teacher_top_ids: int in [0, vocab), k different ids.
         student_logits: differentiable; of the whole vocabulary, at the temperature of
             the teacher's log-probs.
-        mask: bool, True where a token counts.
         tail: how to treat the tokens outside the k.
 
     Returns:

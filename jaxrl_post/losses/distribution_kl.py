@@ -33,7 +33,6 @@ def kl_divergence(
     Args:
         logits_p: of p, any float dtype, differentiable.
         logits_q: of q, any float dtype, differentiable.
-        mask: bool, True where a token counts.
 
     Returns:
         float32 (nats), >= 0 up to rounding; inf if a token has probability 0 in q and
@@ -71,7 +70,6 @@ def jensen_shannon(
     Args:
         logits_p: of p, any float dtype, differentiable.
         logits_q: of q, any float dtype, differentiable.
-        mask: bool, True where a token counts.
         beta: in (0, 1); 0.5 is the symmetric divergence.
 
     Returns:
@@ -113,7 +111,6 @@ def entropy(
 
     Args:
         logits: any float dtype, differentiable.
-        mask: bool, True where a token counts.
 
     Returns:
         float32 (nats), in [0, log vocab]; 0 where the mask is False.

@@ -45,10 +45,6 @@ def entropy_bonus(
 
     Args:
         entropy: of the next-token distribution (nats), differentiable.
-        mask: bool, True where a token counts.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     >>> entropy_bonus(jnp.array([0.5, 2.0]), jnp.array([True, False])).tolist()
     [-0.5, 0.0]
@@ -153,7 +149,6 @@ def top_entropy_mask(
 
     Args:
         entropy: of the next-token distribution (nats).
-        mask: bool, True where a token counts.
         quantile: in [0, 1], the share of the tokens to leave out.
 
     Returns:
@@ -191,7 +186,6 @@ def entropy_quantile_mask(
 
     Args:
         entropy: of the next-token distribution (nats).
-        mask: bool, True where a token counts.
         quantile: in [0, 1], the share of the tokens to leave out; 1 minus TRL's
             top_entropy_quantile.
 
@@ -230,11 +224,6 @@ def covariance(
 
     cov_t = (log p_t - mean(log p)) (A_t - mean(A)), means over all counted tokens.
 
-    Args:
-        policy_logprobs: log p (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
-
     Returns:
         float32 without gradient; 0 where the mask is False.
 
@@ -266,7 +255,6 @@ def clip_cov_mask(
 
     Args:
         covariances: per token, from `covariance`.
-        mask: bool, True where a token counts.
         key: random key; the draw also depends on the arrays' shape.
         fraction: in (0, 1].
         low: smallest covariance that may be dropped.
@@ -306,7 +294,6 @@ def kl_cov_mask(
 
     Args:
         covariances: per token, from `covariance`.
-        mask: bool, True where a token counts.
         fraction: in (0, 1].
 
     Returns:
@@ -339,8 +326,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
     fraction: float,
-    cov_low: float,
-    cov_high: float,
+    cov_range: tuple[float, float],
 ) -> Float[Array, "*shape"]:
     """Clip-Cov: the clipped surrogate, without a few tokens of high covariance.
 
@@ -349,22 +335,9 @@ def clip_cov(
     dropped token's loss is 0. verl has fraction 2e-4, covariances 1 to 5.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
         key: random key; the draw also depends on the arrays' shape.
-        clip_low: in [0, 1].
-        clip_high: >= 0.
         fraction: in (0, 1], the share of the tokens to drop.
-        cov_low: smallest covariance that may be dropped.
-        cov_high: largest covariance that may be dropped, >= cov_low.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
+        cov_range: smallest and largest covariance that may be dropped.
 
     References:
         Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.
@@ -372,7 +345,7 @@ def clip_cov(
     >>> p, advantages = jnp.array([-1.0, -1.0, -4.0]), jnp.array([1.0, 0.0, -1.0])
     >>> mask, key = jnp.array([True, True, True]), jax.random.key(0)
     >>> clip = {"clip_low": 0.2, "clip_high": 0.2}
-    >>> chosen = {"fraction": 0.5, "cov_low": 1.5, "cov_high": 5.0}
+    >>> chosen = {"fraction": 0.5, "cov_range": (1.5, 5.0)}
     >>> clip_cov(p, p, advantages, mask, key, **clip, **chosen).tolist()
     [-1.0, -0.0, 0.0]
     """
@@ -385,7 +358,7 @@ def clip_cov(
     covariances = covariance(policy_logprobs, advantages, mask)
     # NaN is in no range, so it is not drawn. Drawing a NaN loss would hide it.
     drawable = jnp.where(stopped | jnp.isnan(loss), jnp.nan, covariances)
-    limits = {"fraction": fraction, "low": cov_low, "high": cov_high}
+    limits = {"fraction": fraction, "low": cov_range[0], "high": cov_range[1]}
     return jnp.where(clip_cov_mask(drawable, mask, key, **limits), loss, 0.0)
 
 
@@ -407,18 +380,8 @@ def kl_cov(
     code; verl has coefficient 1 and fraction 2e-4. The ratio is not clipped.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
         kl_coefficient: >= 0.
         fraction: in (0, 1], the share of the tokens that are penalised.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Cui et al., The Entropy Mechanism of RL for Reasoning, arXiv:2505.22617.

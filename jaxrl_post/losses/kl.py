@@ -60,12 +60,8 @@ def k1(
     Args:
         policy_logprobs: log-probs (nats) under the policy that sampled the tokens.
         reference_logprobs: log-probs (nats) of the same tokens under the other policy.
-        mask: bool, True where a token counts.
         max_log_ratio: d is clamped to +-max_log_ratio; None for no clamp.
         max_value: the result is clamped to +-max_value; None for no clamp.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: a clamp is not positive.
@@ -93,7 +89,6 @@ def k2(
     Args:
         policy_logprobs: log-probs (nats) under the policy that sampled the tokens.
         reference_logprobs: log-probs (nats) of the same tokens under the other policy.
-        mask: bool, True where a token counts.
         max_log_ratio: d is clamped to +-max_log_ratio; None for no clamp.
         max_value: the result is clamped to +-max_value; None for no clamp.
 
@@ -126,7 +121,6 @@ def k3(
     Args:
         policy_logprobs: log-probs (nats) under the policy that sampled the tokens.
         reference_logprobs: log-probs (nats) of the same tokens under the other policy.
-        mask: bool, True where a token counts.
         max_log_ratio: d is clamped to +-max_log_ratio; None for no clamp, and then the
             value overflows to inf below d = -88.
         max_value: the result is clamped to +-max_value; None for no clamp.
@@ -163,7 +157,6 @@ def k3_plus(
     Args:
         policy_logprobs: log-probs (nats) under the policy that sampled the tokens.
         reference_logprobs: log-probs (nats) of the same tokens under the other policy.
-        mask: bool, True where a token counts.
         max_log_ratio: d is clamped to +-max_log_ratio; None for no clamp.
         max_value: k3 and k2 are both clamped to +-max_value; None for no clamp.
 
@@ -201,7 +194,6 @@ def with_score_term(
     Args:
         values: per token, from one of the estimators.
         policy_logprobs: log p (nats) under the policy that sampled the tokens.
-        mask: bool, True where a token counts.
 
     Returns:
         float32, the values; 0 where the mask is False.
@@ -244,13 +236,7 @@ def with_importance_weights(
 
     Args:
         values: per token, from one of the estimators, differentiable.
-        policy_logprobs: log p (nats).
-        behavior_logprobs: the sampler's log-probs (nats).
-        mask: bool, True where a token counts.
         cap: > 0, the largest weight; None for only the ratio's own bound e^20.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: `cap` is not positive.
@@ -294,9 +280,6 @@ def adaptive_coefficient(
 
     Returns:
         float32 scalar; NaN if an input is.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Ziegler et al., Fine-Tuning Language Models from Human Preferences,

@@ -34,7 +34,6 @@ def token_logprobs(
         logits: of the whole vocabulary, differentiable.
         tokens: int in [0, vocab) where the mask is True; -100 or any other number
             elsewhere.
-        mask: bool, True where a token counts.
         temperature: > 0, at which the tokens were sampled.
         chunk_bytes: > 0, size of a chunk of float32 logits; a chunk has at least one
             token.

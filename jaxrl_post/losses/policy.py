@@ -51,19 +51,7 @@ def clipped_surrogate(
     and, where A_t < 0 and a dual clip c is given, min(L_t, -c A_t).
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
-        clip_low: in [0, 1].
-        clip_high: >= 0.
         dual_clip: c > 1, the largest ratio in the loss where A_t < 0, or None.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347, eq. 7.
@@ -108,18 +96,8 @@ def cispo(
     [0, eps_high].
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
         ratio_low: in [0, 1]; 0 for no lower bound.
         ratio_high: >= 1.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         MiniMax, MiniMax-M1, arXiv:2506.13585, eq. 4.
@@ -150,14 +128,6 @@ def reinforce(
 ) -> Float[Array, "*shape"]:
     """REINFORCE: L_t = -A_t log p_t.
 
-    Args:
-        policy_logprobs: log p (nats), differentiable.
-        advantages: per token.
-        mask: bool, True where a token counts.
-
-    Returns:
-        float32; 0 where the mask is False.
-
     References:
         Williams, Simple statistical gradient-following algorithms, 1992.
 
@@ -186,16 +156,9 @@ def sapo(
     tau, the faster. The value itself is not -r A: on policy it is -2 A / tau.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
         tau_positive: > 0; the paper's 1.0.
         tau_negative: > 0; the paper's 1.05, above tau_positive because lowering one
             token's probability raises those of the many unsampled tokens.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: a temperature is not positive.
@@ -235,19 +198,7 @@ def gspo(
     paper's loss of the sequence.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
         advantages: per token; the paper has one value per sequence.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
-        clip_low: in [0, 1].
-        clip_high: >= 0.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, eq. 5.
@@ -276,21 +227,6 @@ def gspo_token(
     """GSPO-token: GSPO whose gradient credits each token with its own advantage.
 
     As `gspo`, with the ratio of `ratios.gspo_token_ratio`.
-
-    Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
-        advantages: per token.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
-        clip_low: in [0, 1].
-        clip_high: >= 0.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, eq. 13.
@@ -325,16 +261,9 @@ def gmpo(
     is the paper's loss of the sequence; on policy a token's gradient is -A_i / |y_i|.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
         advantages: per token; the paper has one value per sequence.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         clip_low: >= 0, in nats; the paper's 0.4 keeps the ratio above e^-0.4.
         clip_high: >= 0, in nats; the paper's 0.4 keeps the ratio below e^0.4.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: a bound is negative.
@@ -383,19 +312,7 @@ def clipped_sequence_surrogate(
     `gspo` takes the geometric mean instead of the product.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        proximal_logprobs: log q (nats).
         advantages: per token; the same within a sequence.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
-        clip_low: in [0, 1].
-        clip_high: >= 0.
-
-    Returns:
-        float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: a bound is out of its range.
 
     References:
         Schulman et al., Proximal Policy Optimization, arXiv:1707.06347, eq. 7.
@@ -436,18 +353,11 @@ def vespo(
     is 1 on policy, largest at w = k / lambda, and fades on both sides without a clip.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        behavior_logprobs: log q (nats), the sampler's.
         advantages: per token; the same within a sequence.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         k_positive: k >= 0 where A_t >= 0. All four defaults are from the authors' code.
         lambda_positive: lambda >= 0 where A_t >= 0.
         k_negative: k >= 0 where A_t < 0.
         lambda_negative: lambda >= 0 where A_t < 0.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: a parameter of the kernel is negative.

@@ -55,13 +55,8 @@ def token_log_ratio(
     """Log-ratio of two policies at each token: log p_t - log q_t, clamped.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
-        mask: bool, True where a token counts.
         max_log_ratio: the result is clamped to +-max_log_ratio; None for no clamp.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: `max_log_ratio` is not positive.
@@ -89,9 +84,7 @@ def token_ratio(
     """Ratio of two policies at each token: p_t / q_t.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
-        mask: bool, True where a token counts.
 
     Returns:
         float32, positive and finite; 1 where the mask is False.
@@ -115,10 +108,7 @@ def sequence_ratio(
     s_i = (p(y_i) / q(y_i))^(1 / |y_i|) = exp(mean_t(log p_t - log q_t))
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32; every token of a sequence gets the sequence's ratio.
@@ -145,10 +135,7 @@ def sequence_product_ratio(
     """Likelihood ratio of a sequence, the product of its token ratios: p(y) / q(y).
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32; every token of a sequence gets the sequence's ratio.
@@ -177,10 +164,7 @@ def gspo_token_ratio(
     that differ between the tokens of a sequence it credits each token with its own.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
         proximal_logprobs: log q (nats), held constant.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32; every token of a sequence gets the sequence's ratio.

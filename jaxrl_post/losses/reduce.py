@@ -52,7 +52,6 @@ def token_mean(
 
     Args:
         values: per token, any float dtype.
-        mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None; padding tokens are not counted.
 
     Returns:
@@ -78,8 +77,6 @@ def sequence_mean_of_token_mean(
 
     Args:
         values: per token, any float dtype.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         (sum over sequences of the token mean, number of sequences).
@@ -107,8 +104,6 @@ def sequence_mean_of_token_sum(
 
     Args:
         values: per token, any float dtype.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         (sum over tokens, number of sequences).
@@ -138,8 +133,6 @@ def constant_denominator(
 
     Args:
         values: per token, any float dtype.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         denominator: > 0, in tokens; the generation budget, for example.
 
     Returns:
@@ -181,7 +174,6 @@ def prompt_mean(
         values: per token, any float dtype.
         prompt_tokens: number of counted tokens of the token's prompt in the whole
             batch, >= 1 where the mask is True; from `prompt_token_counts`.
-        mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None; padding tokens are not counted.
 
     Returns:
@@ -215,7 +207,6 @@ def prompt_token_counts(
 
     Args:
         prompt_ids: int in [0, num_prompts), of the whole batch, before it is split.
-        mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None; padding tokens are not counted.
         num_prompts: >= 1.
 
@@ -256,7 +247,6 @@ def token_sum(
 
     Args:
         values: per token, any float dtype.
-        mask: bool, True where a token counts.
         segment_ids: int in [0, length], or None; padding tokens are not counted.
         scale: factor of the sum.
         parts: >= 1; number of parts of the batch (microbatches, shards) whose metrics

@@ -39,7 +39,6 @@ def reject_tokens(
 
     Args:
         divergence: per token, a weight or an estimate of a divergence (nats).
-        mask: bool, True where a token counts.
         low: lower bound, inclusive.
         high: upper bound, inclusive.
 
@@ -78,8 +77,6 @@ def reject_sequences(
 
     Args:
         divergence: per token, a weight or an estimate of a divergence (nats).
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         statistic: of the divergences of a sequence's counted tokens.
         low: lower bound, inclusive.
         high: upper bound, inclusive.

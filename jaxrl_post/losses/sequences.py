@@ -56,7 +56,6 @@ def in_sequence(
     """Removes the padding segment from a mask.
 
     Args:
-        mask: bool, True where a token counts.
         segment_ids: int, 0 where there is padding, or None for no padding.
 
     Returns:

@@ -37,7 +37,6 @@ def ages(
     Args:
         versions: version of the parameters that sampled the token.
         current_version: version of the parameters being trained.
-        mask: bool, True where a token counts.
 
     Returns:
         int32; 0 where the mask is False.
@@ -62,7 +61,6 @@ def within_staleness(
     Args:
         versions: version of the parameters that sampled the token.
         current_version: version of the parameters being trained.
-        mask: bool, True where a token counts.
         max_age: >= 0, in versions; 0 keeps only tokens of the current version.
 
     Returns:
@@ -93,7 +91,6 @@ def staleness_weights(
     Args:
         versions: version of the parameters that sampled the token.
         current_version: version of the parameters being trained.
-        mask: bool, True where a token counts.
         decay: in (0, 1]; 1 weighs all ages the same.
 
     Returns:
@@ -135,10 +132,8 @@ def interpolated_proximal(
     log-prob, as in AReaL, whose proximal version is always v_policy - 1.
 
     Args:
-        behavior_logprobs: the sampler's log-probs (nats).
         policy_logprobs: log p (nats), of the policy being trained.
         behavior_versions: version of the parameters that sampled the token.
-        mask: bool, True where a token counts.
         proximal_version: version of the proximal parameters.
         policy_version: version of the parameters that gave `policy_logprobs`.
         space: the space of the linear interpolation, log-probs or probabilities.

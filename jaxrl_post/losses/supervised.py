@@ -20,9 +20,6 @@ def next_token_loss(
         policy_logprobs: log-probs (nats) of the target tokens.
         mask: bool, True where a token is a target.
 
-    Returns:
-        float32; 0 where the mask is False.
-
     >>> policy_logprobs = jnp.array([-0.5, -jnp.inf])
     >>> next_token_loss(policy_logprobs, jnp.array([True, False])).tolist()
     [0.5, 0.0]

@@ -45,11 +45,6 @@ def binary_tv(
 
     A lower bound of the total variation between the whole distributions.
 
-    Args:
-        policy_logprobs: log p (nats).
-        behavior_logprobs: log q (nats), the sampler's.
-        mask: bool, True where a token counts.
-
     Returns:
         float32 in [0, 1], without gradient; 0 where the mask is False.
 
@@ -75,11 +70,6 @@ def binary_kl(
     q_t log(q_t / p_t) + (1 - q_t) log((1 - q_t) / (1 - p_t)), a lower bound of the KL
     between the whole distributions. 1 - p and 1 - q are clamped to at least 2^-24, so
     that tokens of probability 1 in float32 give a finite divergence.
-
-    Args:
-        policy_logprobs: log p (nats).
-        behavior_logprobs: log q (nats), the sampler's.
-        mask: bool, True where a token counts.
 
     Returns:
         float32 in nats, >= 0 up to rounding, without gradient; 0 where the mask is
@@ -110,7 +100,6 @@ def topk_tv(
         policy_logprobs: log p_j (nats) of distinct tokens: the sampled one and the
             behavior policy's k most likely, or the whole vocabulary.
         behavior_logprobs: log q_j (nats) of the same tokens, the sampler's.
-        mask: bool, True where a token counts.
 
     Returns:
         float32 in [0, 1], without gradient; 0 where the mask is False.
@@ -144,7 +133,6 @@ def topk_kl(
         policy_logprobs: log p_j (nats) of distinct tokens: the sampled one and the
             behavior policy's k most likely, or the whole vocabulary.
         behavior_logprobs: log q_j (nats) of the same tokens, the sampler's.
-        mask: bool, True where a token counts.
 
     Returns:
         float32 in nats, >= 0 up to rounding, without gradient; 0 where the mask is
@@ -184,8 +172,6 @@ def dppo_mask(
     Args:
         ratio: policy / behavior, per token.
         divergence: between the policies at each token, >= 0; any of this module's.
-        advantages: per token.
-        mask: bool, True where a token counts.
         threshold: >= 0, in the divergence's unit.
 
     Returns:
@@ -228,18 +214,11 @@ def dppo(
     the sampler's policy; PPO's is around the proximal policy.
 
     Args:
-        policy_logprobs: log p (nats), differentiable.
-        behavior_logprobs: log q (nats), the sampler's.
-        advantages: per token.
-        mask: bool, True where a token counts.
         divergence: takes the two log-probs and the mask: `binary_tv` or `binary_kl`;
             for `topk_tv` and `topk_kl` a closure over the arrays of the k tokens.
         threshold: >= 0, in the divergence's unit.
         ratio_high: > 0, upper bound of r_t as a weight; beyond it the gradient still
             flows (verl has 20). None for only the bound e^20 of `ratios`.
-
-    Returns:
-        float32; 0 where the mask is False.
 
     Raises:
         ValueError: `threshold` is negative or `ratio_high` not positive.
@@ -311,11 +290,7 @@ def opsm_mask(
     The policy learns from its own mistakes, not from those it would no longer make.
 
     Args:
-        policy_logprobs: log p (nats).
-        behavior_logprobs: log q (nats), the sampler's.
         advantages: per token; the paper has one value per sequence.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         threshold: in nats per token.
 
     Returns:

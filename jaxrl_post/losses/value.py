@@ -35,7 +35,6 @@ def clipped_value_loss(
         values: V, differentiable, in the unit of the rewards.
         old_values: V at the start of the batch's updates; not read without a clip.
         returns: R, the target of V.
-        mask: bool, True where a token counts.
         value_clip: c > 0, in the unit of the rewards, or None for the plain squared
             error.
 
@@ -78,7 +77,6 @@ def value_clip_fraction(
         values: V.
         old_values: V at the start of the batch's updates.
         returns: R.
-        mask: bool, True where a token counts.
         value_clip: > 0, in the unit of the rewards.
 
     Returns:
@@ -111,7 +109,6 @@ def explained_variance(
     Args:
         values: V.
         returns: R.
-        mask: bool, True where a token counts.
 
     Returns:
         float32 scalar <= 1, without gradient; 0 where the returns do not vary by more

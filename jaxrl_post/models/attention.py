@@ -5,8 +5,8 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.kernels.attention import attention
-from jaxrl_post.kernels.decode_attention import decode_attention
+from jaxrl_post.kernels.attention import Scoring, Sight, attention
+from jaxrl_post.kernels.decode_attention import OwnKeys, decode_attention
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import LatentAttention, ModelConfig
@@ -244,27 +244,22 @@ def _attend(
 ) -> tuple[Float[Array, "batch length heads value_dim"], LayerCache | None]:
     """Attends to these tokens, or writes them to the cache and attends to all of it."""
     query = constrain(query, HEAD_AXES, rules)
-    settings = {
-        "query_positions": context.positions,
-        "window": context.window,
-        "scale": config.score_scale,
-        "softcap": config.attention_softcap,
-        "sinks": sinks,
-        "rules": rules,
-        "implementation": context.kernels,
-    }
+    scoring = Scoring(
+        context.window, config.score_scale, config.attention_softcap, sinks
+    )
+    positions = context.positions
     if context.entry is None:
         attended = attention(
             query,
             constrain(key, KV_AXES, rules),
             constrain(value, KV_AXES, rules),
-            kv_positions=context.positions,
-            ends=context.ends,
-            indices=context.indices,
-            **settings,
+            Sight(positions, positions, context.ends, context.indices),
+            scoring=scoring,
+            rules=rules,
+            implementation=context.kernels,
         )
         return attended, None
-    entry = context.entry.write(key, value, context.positions, rules, context.kernels)
+    entry = context.entry.write(key, value, positions, rules, context.kernels)
     shared, keys, values = entry.shared, entry.keys, entry.values
     if not values.shape[-1]:
         # The keys serve as values, because cutting off r would copy the cache.
@@ -275,10 +270,11 @@ def _attend(
     )
     attended = decode_attention(
         query,
-        keys,
-        values,
-        kv_positions=entry.positions,
+        OwnKeys(keys, values, entry.positions),
+        positions,
         shared=shared,
-        **settings,
+        scoring=scoring,
+        rules=rules,
+        implementation=context.kernels,
     )
     return attended, entry

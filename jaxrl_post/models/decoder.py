@@ -21,6 +21,7 @@ from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
+    "Execution",
     "Remat",
     "forward",
     "forward_with_routing",
@@ -35,6 +36,25 @@ __all__ = [
 Remat = Literal["none", "dots", "full"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How the layers are computed, which does not change what they are.
+
+    Attributes:
+        remat: activations that are kept for the backward pass.
+        scan: whether repeated layers run as a loop over stacked weights, which compiles
+            them once but copies the weights. Ignored with a `kv_view`.
+        kernels: implementation of attention, as in `kernels.attention`.
+    """
+
+    remat: Remat = "none"
+    scan: bool = False
+    kernels: Implementation = "auto"
+
+
+DEFAULT_EXECUTION = Execution()
+
+
 def forward(
     params: DecoderParams[Array],
     config: ModelConfig,
@@ -45,9 +65,7 @@ def forward(
     indices: Int[Array, "batch length"] | None = None,
     kv_view: KVView | None = None,
     rules: Rules = DEFAULT_RULES,
-    remat: Remat = "none",
-    scan: bool = False,
-    kernels: Implementation = "auto",
+    execution: Execution = DEFAULT_EXECUTION,
 ) -> Any:
     """Maps tokens to final hidden states, after the last norm.
 
@@ -66,10 +84,7 @@ def forward(
         kv_view: cache with keys and values of earlier tokens, to which those of
             `tokens` are added. None: attention among `tokens` alone (training).
         rules: sharding of activations under the mesh of `jax.set_mesh`, if any.
-        remat: activations that are kept for the backward pass.
-        scan: whether repeated layers run as a loop over stacked weights, which compiles
-            them once but copies the weights. Ignored with a `kv_view`.
-        kernels: implementation of attention, as in `kernels.attention`.
+        execution: how the layers are computed.
 
     Returns:
         hidden [batch, length, hidden_size] in the parameters' dtype; with a `kv_view`
@@ -83,19 +98,9 @@ def forward(
             "forward: ends cannot be combined with kv_view; a view's row is one "
             "sequence already"
         )
+    sight = positions, ends, indices, None
     hidden, entries, _ = _run(
-        params,
-        config,
-        tokens,
-        positions,
-        ends,
-        indices,
-        kv_view,
-        None,
-        rules,
-        remat,
-        scan,
-        kernels,
+        *(params, config, tokens, sight, kv_view, rules, execution)
     )
     return hidden if kv_view is None else (hidden, kv_view.with_layers(entries))
 
@@ -110,9 +115,7 @@ def forward_with_routing(
     ends: Int[Array, "batch length"] | None = None,
     indices: Int[Array, "batch length"] | None = None,
     rules: Rules = DEFAULT_RULES,
-    remat: Remat = "none",
-    scan: bool = False,
-    kernels: Implementation = "auto",
+    execution: Execution = DEFAULT_EXECUTION,
 ) -> tuple[Float[Array, "batch length hidden"], Routing]:
     """Runs `forward` without a cache; also returns statistics of the routers.
 
@@ -125,19 +128,15 @@ def forward_with_routing(
         ends: as in `forward`.
         indices: as in `forward`.
         rules: as in `forward`.
-        remat: as in `forward`.
-        scan: as in `forward`.
-        kernels: as in `forward`.
+        execution: as in `forward`.
 
     Raises:
         ValueError: the model has no experts.
     """
     if config.experts is None:
         raise ValueError(f"routing: {config.model_type} has no experts; use forward")
-    hidden, _, routed = _run(
-        *(params, config, tokens, positions, ends, indices, None, mask),
-        *(rules, remat, scan, kernels),
-    )
+    sight = positions, ends, indices, mask
+    hidden, _, routed = _run(*(params, config, tokens, sight, None, rules, execution))
     found = [entry for entry in routed if entry is not None]
     stacked = [jnp.stack(parts) for parts in zip(*found, strict=True)]
     return hidden, Routing(*stacked, tokens=mask.sum(dtype=jnp.float32))
@@ -221,17 +220,17 @@ def _run(
     params: DecoderParams[Array],
     config: ModelConfig,
     tokens: Array,
-    positions: Array | None,
-    ends: Array | None,
-    indices: Array | None,
+    sight: tuple[Array | None, ...],
     kv_view: KVView | None,
-    mask: Array | None,
     rules: Rules,
-    remat: Remat,
-    scan: bool,
-    kernels: Implementation,
+    execution: Execution,
 ) -> tuple[Array, list[Any], list[Any]]:
-    """Returns hidden states and every layer's cache and routing (or None)."""
+    """Returns hidden states and every layer's cache and routing (or None).
+
+    `sight` has positions, ends, indices and the mask of routing.
+    """
+    positions, ends, indices, mask = sight
+    remat = execution.remat
     if positions is None:
         length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(length, tokens.shape)
@@ -239,10 +238,11 @@ def _run(
     local = tables
     if config.local_rope_theta is not None:
         local = rope_tables(config, positions, local=True)
-    place = _Place(positions, ends, indices, tables, local, mask, None, kernels)
+    seen = positions, ends, indices, tables, local, mask
+    place = _Place(*seen, None, execution.kernels)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
-    if scan and kv_view is None:
+    if execution.scan and kv_view is None:
         hidden, routed = _scan(config, params.layers, hidden, place, rules, remat)
     else:
         for index, layer in enumerate(params.layers):

@@ -23,7 +23,13 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
 from jaxrl_post.learner.critic import check_critic
-from jaxrl_post.learner.model import Model, check_sample, context_of, layout_table
+from jaxrl_post.learner.model import (
+    Model,
+    SamplerMemory,
+    check_sample,
+    context_of,
+    layout_table,
+)
 from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
@@ -291,10 +297,12 @@ def _print_layout(run: Run[RLConfig], trainer: OnlineTrainer) -> None:
         critic=None
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
-        cache=trainer.weights.engine.cache,
-        draft=trainer.weights.engine.drafting,
-        sampler=layout.copies,
-        sampler_mesh=layout.mesh,
+        sampler=SamplerMemory(
+            trainer.weights.engine.cache,
+            trainer.weights.engine.drafting,
+            layout.copies,
+            layout.mesh,
+        ),
     )
     print_table(run.console, rows)
     gathered = layout.gathered_a_token(updater.model)

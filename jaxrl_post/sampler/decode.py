@@ -20,6 +20,7 @@ from flax import struct
 from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
+from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
 from jaxrl_post.sampler.drafting import Draft, propose
@@ -34,6 +35,7 @@ from jaxrl_post.sampler.pages import (
     write_pages,
 )
 from jaxrl_post.sampler.sampling import (
+    Drawing,
     SamplingArrays,
     sample,
     sample_next,
@@ -43,7 +45,7 @@ from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
 
-__all__ = ["Emitted", "PrefillRows", "Progress", "Rows", "decode", "prefill"]
+__all__ = ["Burst", "Emitted", "PrefillRows", "Progress", "Rows", "decode", "prefill"]
 
 
 @struct.dataclass
@@ -132,6 +134,29 @@ class Emitted:
     alternatives_logprobs: Float[HostOrDevice, "steps rows most"] | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Burst:
+    """What `decode` does; static.
+
+    Attributes:
+        steps: most tokens of a row.
+        drawing: how tokens are drawn.
+        split: parts into which the mesh splits the rows.
+        exact: whether a token's log-prob depends on its path alone, to the last bit
+            (`models.exact`).
+        guesses: tokens that a pass guesses, from the rows' history or by the draft
+            model.
+        kernels: as in `models.forward`.
+    """
+
+    steps: int
+    drawing: Drawing
+    split: int = 1
+    exact: bool = False
+    guesses: int = 0
+    kernels: Implementation = "auto"
+
+
 def prefill(
     params: DecoderParams[Array],
     config: ModelConfig,
@@ -170,7 +195,7 @@ def prefill(
         positions=positions,
         kv_view=view,
         rules=rules,
-        kernels=kernels,
+        execution=Execution(kernels=kernels),
     )
     first = jnp.zeros((count,), jnp.int32)
     return write_pages(config, pages, view, rows.pages, first, length // PAGE, rules)
@@ -184,19 +209,10 @@ def decode(
     key: Key[Array, ""],
     floor: Int[HostOrDevice, ""],
     rules: Rules,
-    *,
-    num_steps: int,
-    split: int,
-    truncate: bool,
-    kept_ids: int = 0,
-    alternatives: int = 0,
-    exact: bool = False,
-    guesses: int = 0,
+    burst: Burst,
     draft: Draft | None = None,
-    draft_pages: Pages | None = None,
-    kernels: Implementation = "auto",
 ) -> tuple[Pages, Emitted, Int[Array, " rows"], Progress, Pages | None]:
-    """Samples up to `num_steps` tokens in every row.
+    """Samples up to `burst.steps` tokens in every row.
 
     A row that stops goes idle. The burst ends early when no part of the mesh has more
     than `floor` active rows; if that is so at its beginning, it touches no page.
@@ -209,19 +225,9 @@ def decode(
         key: the engine's PRNG key.
         floor: int32.
         rules: sharding of activations.
-        num_steps: static.
-        split: static; parts into which the mesh splits the rows.
-        truncate: static, as in `sampling.sample`.
-        kept_ids: static, as in `sampling.sample`.
-        alternatives: static, as in `sampling.sample`.
-        exact: static; whether a token's log-prob depends on its path alone, to the last
-            bit (`models.exact`).
-        guesses: static; tokens that a pass guesses, from the rows' history or by the
-            draft model.
-        draft: the draft model; None without one, or if nothing is guessed.
-        draft_pages: its cache, with all tokens of the rows but those to feed; donated
-            by the engine.
-        kernels: static, as in `models.forward`.
+        burst: static.
+        draft: the draft model, with its cache; None without one, or if nothing is
+            guessed.
 
     Returns:
         The pages, the tokens, the number of forward passes of each row, how far the
@@ -233,37 +239,26 @@ def decode(
     )
     rows = dataclasses.replace(rows, progress=progress)
     count = rows.remaining.shape[0]
-    if not truncate and rows.allowed is None:
-        kept_ids = 0
+    drawing = burst.drawing
+    if not drawing.truncate and rows.allowed is None:
+        drawing = dataclasses.replace(drawing, kept_ids=0)
+        burst = dataclasses.replace(burst, drawing=drawing)
 
     def enough(active: Array) -> Array:
-        return active.reshape(split, -1).sum(axis=1).max() > floor
+        return active.reshape(burst.split, -1).sum(axis=1).max() > floor
 
     def run(caches: tuple[Pages, Pages | None]) -> Any:
+        drafting = draft and dataclasses.replace(draft, pages=caches[1])
         return _burst(
-            params,
-            config,
-            *caches,
-            rows,
-            key,
-            enough,
-            rules,
-            num_steps=num_steps,
-            truncate=truncate,
-            kept_ids=kept_ids,
-            alternatives=alternatives,
-            exact=exact,
-            guesses=guesses,
-            draft=draft,
-            kernels=kernels,
+            *(params, config, caches[0], rows, key, enough, rules, burst, drafting)
         )
 
     def skip(caches: tuple[Pages, Pages | None]) -> Any:
-        nothing = _nothing((num_steps, count), kept_ids, alternatives)
+        nothing = _nothing((burst.steps, count), drawing)
         passes = jnp.zeros((count,), jnp.int32)
         return caches[0], nothing, passes, progress, caches[1]
 
-    caches = pages, draft_pages
+    caches = pages, draft and draft.pages
     return jax.lax.cond(enough(progress.remaining > 0), run, skip, caches)
 
 
@@ -271,22 +266,16 @@ def _burst(
     params: DecoderParams[Array],
     config: ModelConfig,
     pages: Pages,
-    draft_pages: Pages | None,
     rows: Rows,
     key: Key[Array, ""],
     enough: Callable[[Array], Array],
     rules: Rules,
-    *,
-    num_steps: int,
-    truncate: bool,
-    kept_ids: int,
-    alternatives: int,
-    exact: bool,
-    guesses: int,
+    burst: Burst,
     draft: Draft | None,
-    kernels: Implementation,
 ) -> tuple[Pages, Emitted, Array, Progress, Pages | None]:
     """`decode` while `enough` rows are active."""
+    drawing, exact, guesses = burst.drawing, burst.exact, burst.guesses
+    kernels, draft_pages = burst.kernels, draft and draft.pages
     progress, count = rows.progress, rows.remaining.shape[0]
     if exact:
         view = read_paths(
@@ -335,7 +324,7 @@ def _burst(
                 positions=at,
                 kv_view=cache,
                 rules=rules,
-                kernels=kernels,
+                execution=Execution(kernels=kernels),
             )
         assert after is not None
         return hidden.reshape(count * width, -1), (after.keys, after.values)
@@ -345,13 +334,7 @@ def _burst(
         # The noise is keyed by the position of the drawn token, not of the fed one.
         return uniform_numbers(sample_keys, at + 1)
 
-    options: Any = {
-        "truncate": truncate,
-        "kept_ids": kept_ids,
-        "allowed": rows.allowed,
-        "alternatives": alternatives,
-        "rules": rules,
-    }
+    options: Any = {"drawing": drawing, "allowed": rows.allowed, "rules": rules}
 
     def draw(hidden: Array, uniforms: Array, active: Array) -> Emitted:
         """The tokens that these numbers select, [count, width]."""
@@ -376,10 +359,10 @@ def _burst(
             lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
         )
 
-    def going_on(state: _Burst) -> Array:
-        return (state.steps < num_steps) & enough(state.active)
+    def going_on(state: _State) -> Array:
+        return (state.steps < burst.steps) & enough(state.active)
 
-    def body(state: _Burst) -> _Burst:
+    def body(state: _State) -> _State:
         active, at = state.active, state.positions[:, None] + inside
         fed, uniforms = state.tokens[:, None], noise(at)
         draft_view = state.draft_view
@@ -392,7 +375,7 @@ def _burst(
                 rows.sampling,
                 draft_view,
                 rules,
-                truncate=truncate,
+                truncate=drawing.truncate,
                 kernels=kernels,
             )
         elif guesses:
@@ -404,8 +387,8 @@ def _burst(
         drawn = draw(hidden, uniforms, active)
         stops = (drawn.tokens[:, :, None] == rows.stop_ids[:, None]).any(axis=2)
         # A token counts if the one before it does, did not end the sample, and was
-        # guessed; the burst has no room for more than `num_steps`.
-        most = jnp.minimum(state.remaining, num_steps - state.counts)
+        # guessed; the burst has no room for more than `burst.steps`.
+        most = jnp.minimum(state.remaining, burst.steps - state.counts)
         accepted = active[:, None] & (inside < most[:, None])
         if guesses:
             right = (guessed == drawn.tokens[:, :-1]) & ~stops[:, :-1]
@@ -421,7 +404,7 @@ def _burst(
         if history is not None:
             history = _put(history, drawn.tokens, at + 1, accepted)
         place = state.counts[:, None] + inside
-        return _Burst(
+        return _State(
             steps=state.steps + 1,
             tokens=jnp.where(
                 left,
@@ -430,7 +413,7 @@ def _burst(
             ),
             positions=jnp.where(left, state.positions + new, state.positions),
             remaining=jnp.where(left, remaining, 0),
-            active=left & (counts < num_steps),
+            active=left & (counts < burst.steps),
             counts=counts,
             passes=state.passes + active.astype(jnp.int32),
             history=history,
@@ -442,7 +425,7 @@ def _burst(
         )
 
     none = jnp.zeros((count,), jnp.int32)
-    state = _Burst(
+    state = _State(
         steps=jnp.zeros((), jnp.int32),
         tokens=progress.tokens,
         positions=progress.positions,
@@ -453,7 +436,7 @@ def _burst(
         history=rows.history,
         entries=(view.keys, view.values),
         draft_view=draft_view,
-        emitted=_nothing((count, num_steps), kept_ids, alternatives),
+        emitted=_nothing((count, burst.steps), drawing),
     )
     state = jax.lax.while_loop(going_on, body, state)
     keys, values = state.entries
@@ -464,7 +447,7 @@ def _burst(
             config, after, rows.starts, rows.pages.shape[1] * PAGE, rules
         )
     # A burst writes at most so many pages of a row, the first of them partly filled.
-    touched = min(pages_for(num_steps - 1) + 1, rows.pages.shape[1])
+    touched = min(pages_for(burst.steps - 1) + 1, rows.pages.shape[1])
     first = jnp.minimum(progress.counts // PAGE, rows.pages.shape[1] - touched)
     places = rows.pages, first, touched, rules
     pages = write_pages(config, pages, after, *places)
@@ -480,7 +463,7 @@ def _burst(
     return pages, emitted, state.passes, progress, draft_pages
 
 
-class _Burst(NamedTuple):
+class _State(NamedTuple):
     """The state of the loop of `decode`; one entry a row, unless it says otherwise.
 
     Attributes:
@@ -510,8 +493,9 @@ class _Burst(NamedTuple):
     emitted: Emitted
 
 
-def _nothing(shape: tuple[int, int], kept_ids: int, alternatives: int) -> Emitted:
+def _nothing(shape: tuple[int, int], drawing: Drawing) -> Emitted:
     """What a burst without tokens emits, in any order of dimensions."""
+    kept_ids, alternatives = drawing.kept_ids, drawing.alternatives
     return Emitted(
         jnp.full(shape, -1, jnp.int32),
         jnp.zeros(shape, jnp.float32),

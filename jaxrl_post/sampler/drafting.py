@@ -12,7 +12,9 @@ import jax
 
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
-from jaxrl_post.sampler.sampling import SamplingArrays, sample_next
+from jaxrl_post.models.decoder import Execution
+from jaxrl_post.sampler.pages import Pages
+from jaxrl_post.sampler.sampling import Drawing, SamplingArrays, sample_next
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
@@ -27,10 +29,13 @@ class Draft:
         config: the model's configuration. Its vocabulary may have another size than
             that of the sampled model, but a token must have the same id in both.
         params: the parameters.
+        pages: in a burst, its cache, with all tokens of the rows but those to feed;
+            donated by the engine. None outside of one.
     """
 
     config: ModelConfig
     params: DecoderParams[Array]
+    pages: Pages | None = None
 
 
 def propose(
@@ -74,7 +79,7 @@ def propose(
             positions=at[:, None],
             kv_view=cache,
             rules=rules,
-            kernels=kernels,
+            execution=Execution(kernels=kernels),
         )
         drawn = sample_next(
             draft.params,
@@ -82,7 +87,7 @@ def propose(
             hidden[:, 0],
             uniform,
             sampling,
-            truncate=truncate,
+            Drawing(truncate),
             rules=rules,
             kernels=kernels,
         )

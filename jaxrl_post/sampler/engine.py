@@ -92,10 +92,6 @@ class Engine:
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         detokenize: token ids to text; needed for stop strings only.
-        recompute_cache: whether running samples compute their keys and values again
-            when the parameters change. False keeps those of the earlier parameters.
-        exact: whether log-probs are those of `models.exact`, to the last bit. `dtype`
-            must then be that of the parameters.
         draft: the model that guesses, on the same mesh; None guesses from what the
             samples said before. Its keys and values are of `dtype` too.
         kernels: implementation of attention, as in `models.forward`.
@@ -122,8 +118,6 @@ class Engine:
         mesh: Mesh | None = None,
         rules: Rules = DEFAULT_RULES,
         detokenize: Callable[[Sequence[int]], str] | None = None,
-        recompute_cache: bool = False,
-        exact: bool = False,
         draft: Draft | None = None,
         kernels: Implementation = "auto",
     ) -> None:
@@ -132,7 +126,6 @@ class Engine:
         self.compilations: collections.Counter[str] = collections.Counter()
         self.decoded_rows = 0
         self._mesh, self._detokenize = mesh, detokenize
-        self._recompute = recompute_cache
         self._running: collections.deque[_Running] = collections.deque()
         self.guessing = Guessing(
             sizes.guesses,
@@ -143,15 +136,14 @@ class Engine:
         # alive. None before the first call.
         self._seen: _Seen | None = None
         self._draft, self._draft_pages = draft, None
-        settings = sizes, jnp.dtype(dtype), mesh, rules
+        settings = jnp.dtype(dtype), mesh, rules, self.compilations
         drafting = None
         if draft is not None:
+            guessing = dataclasses.replace(sizes, exact=False)
             drafting = DeviceFunctions(
-                draft.config, *settings, self.compilations, kernels=kernels
+                draft.config, guessing, *settings, kernels=kernels
             )
-        self._functions = DeviceFunctions(
-            config, *settings, self.compilations, exact, drafting, kernels
-        )
+        self._functions = DeviceFunctions(config, sizes, *settings, drafting, kernels)
         self.scheduler = Scheduler(sizes, self._functions.split)
         with self._own_mesh():
             replicate = jax.jit(
@@ -415,9 +407,11 @@ class Engine:
             self._key,
             np.int32(burst.floor),
             *drafting,
-            truncate=burst.truncate,
-            guesses=guesses,
-            alternatives=MOST_ALTERNATIVES if burst.alternatives else 0,
+            burst=self._functions.burst(
+                truncate=burst.truncate,
+                guesses=guesses,
+                alternatives=MOST_ALTERNATIVES if burst.alternatives else 0,
+            ),
         )
         if drafting:
             self._draft_pages = drafted
@@ -436,7 +430,7 @@ class Engine:
         if self._seen is not None:
             if self._seen.are(params):
                 return
-            self.scheduler.forget(restart=self._recompute)
+            self.scheduler.forget(restart=self.sizes.recompute_cache)
         leaves, structure = jax.tree.flatten(params)
         self._seen = _Seen(structure, [weakref.ref(leaf) for leaf in leaves])
 

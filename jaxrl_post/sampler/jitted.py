@@ -17,6 +17,7 @@ from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.pages import Pages
+from jaxrl_post.sampler.sampling import Drawing
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import Rules, partition_spec, split_size
 from jaxrl_post.types import PyTree
@@ -37,7 +38,6 @@ class DeviceFunctions:
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         compilations: number of traces by function's name, one per compilation.
-        exact: whether a token's log-prob depends on its path alone, to the last bit.
         draft: functions of the draft model; of these `empty` and `prefill` are used.
         kernels: implementation of attention, as in `models.forward`.
 
@@ -53,13 +53,12 @@ class DeviceFunctions:
     mesh: Mesh | None
     rules: Rules
     compilations: collections.Counter[str]
-    exact: bool = False
     draft: "DeviceFunctions | None" = None
     kernels: Implementation = "auto"
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
-        if self.exact:
+        if sizes.exact:
             heads = split_size("heads", self.mesh, self.rules) if self.mesh else 1
             check_exact(config, heads)
             if self.dtype.name in CODE_DTYPES:
@@ -141,7 +140,7 @@ class DeviceFunctions:
                 pages,
                 rows,
                 self.rules,
-                exact=self.exact,
+                exact=self.sizes.exact,
                 kernels=self.kernels,
             )
 
@@ -149,42 +148,25 @@ class DeviceFunctions:
 
     @cached_property
     def decode(self) -> Any:
-        """Function of (params, pages, rows, key, floor, drafter, drafted, ...).
+        """Function of (params, pages, rows, key, floor, drafter, drafted, burst).
 
         `drafter` and `drafted` are the draft model's parameters and pages, in a burst
-        that it guesses. The keywords `truncate`, `guesses` and `alternatives` are
-        static. Returns the pages, what up to `steps_per_call` steps emitted, the
-        forward passes of each row, how far the rows have come, and the draft model's
-        pages.
+        that it guesses. The keyword `burst` is static, and made by `burst`. Returns the
+        pages, what up to `steps_per_call` steps emitted, the forward passes of each
+        row, how far the rows have come, and the draft model's pages.
         """
         drafts = self.draft
 
         def decode(
-            params, pages, rows, key, floor, drafter=None, drafted=None, *,
-            truncate, guesses=0, alternatives=0,
-        ):  # fmt: skip
+            params, pages, rows, key, floor, drafter=None, drafted=None, *, burst
+        ):
             self.compilations["decode"] += 1
             draft = None
             if drafts is not None and drafter is not None:
-                draft = Draft(drafts.config, drafter)
+                draft = Draft(drafts.config, drafter, drafted)
             return device.decode(
-                params,
-                self.config,
-                pages,
-                rows,
-                key,
-                floor,
-                self.rules,
-                num_steps=self.sizes.steps_per_call,
-                split=self.split,
-                truncate=truncate,
-                kept_ids=self.sizes.kept_ids,
-                alternatives=alternatives,
-                exact=self.exact,
-                guesses=guesses,
-                draft=draft,
-                draft_pages=drafted,
-                kernels=self.kernels,
+                *(params, self.config, pages, rows, key, floor),
+                *(self.rules, burst, draft),
             )
 
         out = None
@@ -193,9 +175,27 @@ class DeviceFunctions:
             # All arrays of a cache are split alike. A burst may return none.
             drafted = drafts and jax.tree.leaves(drafts.pages_shardings)[0]
             out = (self.pages_shardings, *both, self.by_row, drafted)
-        static = ("truncate", "guesses", "alternatives")
         return jax.jit(
-            decode, static_argnames=static, donate_argnums=(1, 6), out_shardings=out
+            decode, static_argnames="burst", donate_argnums=(1, 6), out_shardings=out
+        )
+
+    def burst(
+        self, *, truncate: bool, guesses: int = 0, alternatives: int = 0
+    ) -> device.Burst:
+        """A burst of `decode`.
+
+        Args:
+            truncate: as in `sampling.Drawing`.
+            guesses: tokens that a pass guesses.
+            alternatives: as in `sampling.Drawing`.
+        """
+        return device.Burst(
+            self.sizes.steps_per_call,
+            Drawing(truncate, self.sizes.kept_ids, alternatives),
+            self.split,
+            self.sizes.exact,
+            guesses,
+            self.kernels,
         )
 
     def _empty_pages(self) -> Pages:

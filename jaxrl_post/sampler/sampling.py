@@ -6,6 +6,7 @@ device gathers the logits of others.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -27,7 +28,29 @@ from jaxrl_post.sampler.truncation import (
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int, UInt
 
-__all__ = ["Sampled", "SamplingArrays", "sample", "sample_next", "uniform_numbers"]
+__all__ = [
+    "Drawing",
+    "Sampled",
+    "SamplingArrays",
+    "sample",
+    "sample_next",
+    "uniform_numbers",
+]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What drawing a token takes; static.
+
+    Attributes:
+        truncate: False requires that no row uses top-k, top-p or min-p.
+        kept_ids: ids of `Sampled.kept`, with `truncate` or `allowed`; 0 for none.
+        alternatives: ids of `Sampled.alternatives`; 0 for none.
+    """
+
+    truncate: bool
+    kept_ids: int = 0
+    alternatives: int = 0
 
 
 class Sampled(NamedTuple):
@@ -60,11 +83,9 @@ def sample_next(
     hidden: Float[Array, "rows hidden"],
     uniforms: Float[Array, " rows"],
     sampling: SamplingArrays,
+    drawing: Drawing,
     *,
-    truncate: bool,
-    kept_ids: int = 0,
     allowed: UInt[Array, "rows words"] | None = None,
-    alternatives: int = 0,
     rules: Rules = DEFAULT_RULES,
     kernels: Implementation = "auto",
 ) -> Sampled:
@@ -76,24 +97,14 @@ def sample_next(
         hidden: final hidden states.
         uniforms: as in `sample`.
         sampling: as in `sample`.
-        truncate: as in `sample`.
-        kept_ids: as in `sample`.
+        drawing: static.
         allowed: as in `sample`.
-        alternatives: as in `sample`.
         rules: as in `sample`.
         kernels: static, as in `next_token`.
     """
-    if truncate or allowed is not None or alternatives:
-        return sample(
-            logits_of(config, unembedding(params), hidden),
-            uniforms,
-            sampling,
-            truncate=truncate,
-            kept_ids=kept_ids,
-            allowed=allowed,
-            alternatives=alternatives,
-            rules=rules,
-        )
+    if drawing.truncate or allowed is not None or drawing.alternatives:
+        scores = logits_of(config, unembedding(params), hidden)
+        return sample(scores, uniforms, sampling, drawing, allowed=allowed, rules=rules)
     tokens, logprobs = next_token(
         hidden,
         unembedding(params),
@@ -111,11 +122,9 @@ def sample(
     logits: Float[Array, "rows vocab"],
     uniforms: Float[Array, " rows"],
     sampling: SamplingArrays,
+    drawing: Drawing,
     *,
-    truncate: bool,
-    kept_ids: int = 0,
     allowed: UInt[Array, "rows words"] | None = None,
-    alternatives: int = 0,
     rules: Rules = DEFAULT_RULES,
 ) -> Sampled:
     """Draws one token per row.
@@ -124,12 +133,9 @@ def sample(
         logits: float32.
         uniforms: in [0, 1), one per row; the only source of randomness.
         sampling: per-row parameters.
-        truncate: static; False requires that no row uses top-k, top-p or min-p.
-        kept_ids: static; ids of `Sampled.kept`, with `truncate` or `allowed`; 0 for
-            none.
+        drawing: static.
         allowed: the tokens that may be drawn, bits as in `Constraint.allowed`; None
             for all. Like truncation it changes `log_masses`, not `logprobs`.
-        alternatives: static; ids of `Sampled.alternatives`.
         rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
 
     Returns:
@@ -140,15 +146,13 @@ def sample(
     ...     jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)
     ... )
     >>> even = jnp.zeros((1, 4))  # four tokens, a quarter each
-    >>> sample(even, jnp.array([0.6]), full, truncate=False).tokens
+    >>> sample(even, jnp.array([0.6]), full, Drawing(False)).tokens
     Array([2], dtype=int32)
     """
-    if not (truncate or allowed is not None or alternatives):
+    if not (drawing.truncate or allowed is not None or drawing.alternatives):
         tokens, logprobs = draw(logits, uniforms, sampling.temperature, rules)
         return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
-    part = functools.partial(
-        _sample, truncate=truncate, kept_ids=kept_ids, alternatives=alternatives
-    )
+    part = functools.partial(_sample, drawing)
     mesh = jax.sharding.get_abstract_mesh()
     vocab: tuple[str, ...] = ()
     if not (mesh.empty or mesh.size == 1):
@@ -165,17 +169,17 @@ def sample(
 
 
 def _sample(
+    drawing: Drawing,
     logits: Array,
     uniforms: Array,
     sampling: SamplingArrays,
     allowed: Array | None,
     *,
-    truncate: bool,
-    kept_ids: int,
-    alternatives: int,
     axes: tuple[str, ...] = (),
 ) -> Sampled:
     """`sample` of the logits that a device has, whose vocabulary `axes` split."""
+    truncate, kept_ids = drawing.truncate, drawing.kept_ids
+    alternatives = drawing.alternatives
 
     def sums(array: Array, dtype: DTypeLike = jnp.float32) -> Array:
         total = array.sum(axis=0, dtype=dtype)

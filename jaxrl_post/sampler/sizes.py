@@ -36,7 +36,7 @@ MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the sampler; each determines shapes, so a change needs recompilation.
+    """Sizes of the sampler, and how it computes; most changes need a recompilation.
 
     Attributes:
         num_slots: maximum number of samples that decode at the same time.
@@ -63,6 +63,10 @@ class EngineConfig:
             For a server: its requests have any length and come at any time, so that in
             the end every shape comes up. A batch then has up to twice the rows that it
             needs, and up to four times the keys.
+        recompute_cache: whether running samples compute their keys and values again
+            when the parameters change. False keeps those of the earlier parameters.
+        exact: whether log-probs are those of `models.exact`, to the last bit. The cache
+            must then have the parameters' dtype.
     """
 
     num_slots: int = 64
@@ -77,10 +81,12 @@ class EngineConfig:
     kept_ids: int = 0
     context_tokens: int = 0
     few_shapes: bool = False
+    recompute_cache: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name not in (*MAY_BE_ZERO, "few_shapes") and value < 1:
+            if name not in MAY_BE_ZERO and value is not False and value < 1:
                 raise ValueError(
                     f"EngineConfig: {name} must be at least 1; got {value}"
                 )

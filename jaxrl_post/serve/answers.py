@@ -1,14 +1,20 @@
-"""What the routes of OpenAI's API have in common: sampling parameters, and answers."""
+"""What the routes that sample have in common: a request's way from fields to answer.
 
+A route has a subclass of `Asked`, which reads the request and says what a choice looks
+like; the call, its errors, the recording of an episode and the counts are here.
+"""
+
+import abc
 import asyncio
 import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxrl_post.sampler import SamplingParams
@@ -19,34 +25,145 @@ from jaxrl_post.serve.calls import (
     Call,
     Served,
     Update,
+    Wanted,
+    collected,
     logprobs_of,
     unforeseen,
 )
-from jaxrl_post.serve.fields import (
-    GenerateSampling,
-    SamplingFields,
-    StructuredOutputs,
-)
+from jaxrl_post.serve.fields import AllSampling, SamplingFields, StructuredOutputs
+from jaxrl_post.serve.recorded import Recorded
 
 # Most seconds to send how a stream ends whose time is over.
 LAST_WORDS_S = 5.0
 
 __all__ = [
+    "Asked",
+    "chat_logprobs",
     "constraint_of",
     "event_stream",
-    "head_of",
     "likeliest",
     "reason_of",
-    "require_sendable",
     "sampling_of",
     "token_text",
-    "usage_of",
+    "with_likeliest",
 ]
+
+
+@dataclass(frozen=True)
+class Asked(abc.ABC):
+    """A request, read.
+
+    Attributes:
+        served: the model.
+        fields: of the request.
+        wanted: what to sample.
+        recorded: the call of an episode; None for none.
+    """
+
+    served: Served
+    fields: Any
+    wanted: Sequence[Wanted]
+    recorded: Recorded | None
+
+    # What ids of answers begin with, and the kinds of an answer and of a stream's part.
+    kinds: ClassVar[tuple[str, str, str]]
+
+    @abc.abstractmethod
+    def choice(self, update: Update) -> dict[str, Any]:
+        """A finished sample as a choice of the answer."""
+
+    def pieces(self) -> Callable[[Update], dict[str, Any] | None]:
+        """A function that tells a stream what is new in a choice; None for nothing."""
+        raise NotImplementedError("this route has no streams")
+
+    def head(self, *, stream: bool) -> dict[str, Any]:
+        """What an answer begins with, and each part of a stream."""
+        return {
+            "id": f"{self.kinds[0]}-{uuid.uuid4().hex}",
+            "object": self.kinds[1 + stream],
+            "created": int(time.time()),
+            "model": self.served.name,
+        }
+
+    def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What an answer has beside its choices; may add to these."""
+        del choices
+        return {}
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a constraint holds for the samples."""
+        return self.wanted[0].constrain is not None
+
+    def drop(self) -> None:
+        """Gives back the turns of an episode that were not answered."""
+        if self.recorded is not None:
+            self.recorded.drop()
+
+    def record(
+        self, choice: dict[str, Any], update: Update, message: dict[str, Any] | None
+    ) -> None:
+        """Records a finished choice in the episode, if there is one: its `turn`."""
+        if self.recorded is not None:
+            # What cannot be sent is not recorded as served.
+            _require_sendable([choice, message])
+            reason = choice["finish_reason"]
+            choice["turn"] = self.recorded.add(update, message, reason)
+
+    async def answer(self, http: HttpRequest) -> Response:
+        """Samples, and answers at once or by a stream.
+
+        Raises:
+            ApiError: as `Call`.
+        """
+        if self.fields.stream:
+            call = Call(self.served, self.wanted, partial=True)
+            return event_stream(self.served, call, self._events(call), self.drop)
+        try:
+            found = await collected(http, self.served, self.wanted)
+            updates = [update for of_prompt in found for update in of_prompt]
+            choices = [self.choice(update) for update in updates]
+            sampled = sum(len(update.tokens) for update in updates)
+            body = self.head(stream=False) | {
+                "choices": choices,
+                "usage": self._usage(sampled),
+                **self.beside(choices),
+            }
+            if self.recorded is not None:
+                _require_sendable(body)
+            for choice, update in zip(choices, updates, strict=True):
+                self.record(choice, update, choice.get("message"))
+            return JSONResponse(body)
+        finally:
+            self.drop()
+
+    async def _events(self, call: Call) -> AsyncIterator[Mapping[str, Any]]:
+        head, piece_of, sampled = self.head(stream=True), self.pieces(), 0
+        if told := self.beside(()):
+            yield head | {"choices": [], **told}
+        async for _, update in call.updates():
+            piece = piece_of(update)
+            if update.finish_reason is not None:
+                sampled += len(update.tokens)
+            if piece is not None:
+                yield head | {"choices": [piece]}
+        options = self.fields.stream_options
+        if options is not None and options.include_usage:
+            yield head | {"choices": [], "usage": self._usage(sampled)}
+
+    def _usage(self, sampled: int) -> dict[str, int]:
+        """Counts of tokens; a prompt counts once, however many samples it has."""
+        before = sum(len(each.prompt) for each in self.wanted)
+        return {
+            "prompt_tokens": before,
+            "completion_tokens": sampled,
+            "total_tokens": before + sampled,
+        }
 
 
 def sampling_of(
     served: Served,
-    fields: SamplingFields | GenerateSampling,
+    fields: AllSampling,
     *,
     max_tokens: int,
     alternatives: bool,
@@ -133,8 +250,8 @@ async def constraint_of(
     return await served.constraint(structured, param, thinking=thinking)
 
 
-def require_sendable(value: Any) -> None:
-    """Checks that a value can be sent: what cannot is not recorded as served.
+def _require_sendable(value: Any) -> None:
+    """Checks that a value can be sent.
 
     Raises:
         TypeError: JSON has no such value.
@@ -188,34 +305,29 @@ def chat_logprobs(
             "bytes": list(served.grammars.token_bytes(token)),
         }
 
-    values = logprobs_of(update.tokens, constrained=constrained)[first:].tolist()
-    ids = update.tokens.ids[first:].tolist()
-    tops = likeliest(served, update, first, count, constrained=constrained)
-    content = [
-        entry(token, value) | {"top_logprobs": [entry(t, v) for t, v in top.items()]}
-        for token, value, top in zip(ids, values, tops, strict=True)
-    ]
+    content = with_likeliest(
+        served, update, first, count, entry, constrained=constrained
+    )
     return {"content": content, "refusal": None}
 
 
-def head_of(served: Served, prefix: str, kind: str) -> dict[str, Any]:
-    """What every answer of a request begins with."""
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": served.name,
-    }
-
-
-def usage_of(prompts: Sequence[Sequence[int]], sampled: int) -> dict[str, int]:
-    """Counts of tokens; a prompt counts once, however many samples it has."""
-    before = sum(map(len, prompts))
-    return {
-        "prompt_tokens": before,
-        "completion_tokens": sampled,
-        "total_tokens": before + sampled,
-    }
+def with_likeliest(
+    served: Served,
+    update: Update,
+    first: int,
+    count: int,
+    entry: Callable[[int, float], dict[str, Any]],
+    *,
+    constrained: bool,
+) -> list[dict[str, Any]]:
+    """An entry for each token from `first` on, with those of the `count` likeliest."""
+    values = logprobs_of(update.tokens, constrained=constrained)[first:].tolist()
+    ids = update.tokens.ids[first:].tolist()
+    tops = likeliest(served, update, first, count, constrained=constrained)
+    return [
+        entry(token, value) | {"top_logprobs": [entry(t, v) for t, v in top.items()]}
+        for token, value, top in zip(ids, values, tops, strict=True)
+    ]
 
 
 class _Stream(StreamingResponse):

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxrl_post.data import chat as templates
 from jaxrl_post.data.replies import Reply, parse
@@ -16,15 +16,7 @@ from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
 from jaxrl_post.serve import answers
-from jaxrl_post.serve.calls import (
-    ApiError,
-    Call,
-    Served,
-    Update,
-    Wanted,
-    collected,
-    logprobs_of,
-)
+from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted, logprobs_of
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
 from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
@@ -51,42 +43,19 @@ async def answer(
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = await _Asked.of(served, fields, recorder)
-    if fields.stream:
-        call = Call(served, [asked.wanted], partial=True)
-        events = _events(served, asked, call)
-        return answers.event_stream(served, call, events, asked.drop)
-    try:
-        [updates] = await collected(http, served, [asked.wanted])
-        choices = [_choice(served, asked, update) for update in updates]
-        sampled = sum(len(update.tokens) for update in updates)
-        body = answers.head_of(served, "chatcmpl", "chat.completion") | {
-            "choices": choices,
-            "usage": answers.usage_of([asked.wanted.prompt], sampled),
-        }
-        if fields.return_token_ids:
-            body["prompt_token_ids"] = list(asked.wanted.prompt)
-        if asked.recorded is not None:
-            answers.require_sendable(body)
-            for choice, update in zip(choices, updates, strict=True):
-                message, reason = choice["message"], choice["finish_reason"]
-                choice["turn"] = asked.recorded.add(update, message, reason)
-        return JSONResponse(body)
-    finally:
-        asked.drop()
+    return await (await _Asked.of(served, fields, recorder)).answer(http)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Asked(answers.Asked):
     """A request, read."""
 
-    fields: ChatFields
-    wanted: Wanted
     texts: Texts
     thinking: bool
     tools: bool
     schemas: Mapping[str, Mapping[str, Any]]
-    recorded: Recorded | None
+
+    kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     @classmethod
     async def of(
@@ -146,9 +115,12 @@ class _Asked:
             )
             if recorded is not None:
                 sampling = sampled_as(sampling, recorded.recording)
+            wanted = Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain)
             asked = cls(
+                served,
                 fields,
-                Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain),
+                [wanted],
+                recorded,
                 Texts(
                     served.tokenizer,
                     sampling.stop_strings,
@@ -158,23 +130,24 @@ class _Asked:
                 thinking,
                 bool(tools),
                 schemas,
-                recorded,
             )
             undo.pop_all()
             return asked
 
-    def drop(self) -> None:
-        """Gives back the turns of an episode that were not answered."""
-        if self.recorded is not None:
-            self.recorded.drop()
+    def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The prompt's token ids, for a client that asks for them."""
+        del choices
+        if not self.fields.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self.wanted[0].prompt)}
 
-    def reply(self, served: Served, update: Update) -> Reply:
+    def reply(self, update: Update) -> Reply:
         """What a sample says, in parts."""
         finished = update.finish_reason is not None
         text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
         reply = parse(
             text,
-            served.form,
+            self.served.form,
             thinking=self.thinking,
             tools=self.tools,
             schemas=self.schemas,
@@ -183,6 +156,41 @@ class _Asked:
         if self.fields.parallel_tool_calls is False:
             reply = replace(reply, calls=reply.calls[:1])
         return reply
+
+    def choice(self, update: Update) -> dict[str, Any]:
+        """A finished sample as a choice of the answer."""
+        reply = self.reply(update)
+        self.served.metrics.broken_calls.inc(reply.broken)
+        message = _message(self.served, reply)
+        choice: dict[str, Any] = {
+            "index": update.sample_index,
+            "message": message,
+            "finish_reason": _ended(reply, update),
+            "logprobs": self.logprobs(update, 0),
+        }
+        if self.fields.return_token_ids:
+            choice["token_ids"] = ids = update.tokens.ids.tolist()
+            values = logprobs_of(update.tokens, constrained=self.constrained)
+            # The client gives these back, and the next prompt begins with them.
+            message |= {
+                "prompt_token_ids": list(self.wanted[0].prompt),
+                "generation_token_ids": ids,
+                "generation_log_probs": values.tolist(),
+            }
+        return choice
+
+    def pieces(self) -> Callable[[Update], dict[str, Any] | None]:
+        """A function that tells a stream what is new in a choice."""
+        return _Choices(self).piece
+
+    def logprobs(self, update: Update, first: int) -> dict[str, Any] | None:
+        """Those of the tokens from `first` on, if they are asked for."""
+        if not self.fields.logprobs:
+            return None
+        count = self.fields.top_logprobs or 0
+        return answers.chat_logprobs(
+            self.served, update, first, count, constrained=self.constrained
+        )
 
 
 def _continued(fields: ChatFields) -> str | None:
@@ -301,45 +309,6 @@ def _ended(reply: Reply, update: Update) -> str | None:
     return "tool_calls" if reply.calls and reason == "stop" else reason
 
 
-def _choice(served: Served, asked: _Asked, update: Update) -> dict[str, Any]:
-    fields, reply = asked.fields, asked.reply(served, update)
-    served.metrics.broken_calls.inc(reply.broken)
-    message = _message(served, reply)
-    choice: dict[str, Any] = {
-        "index": update.sample_index,
-        "message": message,
-        "finish_reason": _ended(reply, update),
-        "logprobs": _logprobs(served, asked, update, 0),
-    }
-    if fields.return_token_ids:
-        ids = update.tokens.ids.tolist()
-        constrained = asked.wanted.constrain is not None
-        choice["token_ids"] = ids
-        # The client gives these back, and the next prompt begins with them.
-        message |= {
-            "prompt_token_ids": list(asked.wanted.prompt),
-            "generation_token_ids": ids,
-            "generation_log_probs": logprobs_of(
-                update.tokens, constrained=constrained
-            ).tolist(),
-        }
-    return choice
-
-
-def _logprobs(
-    served: Served, asked: _Asked, update: Update, first: int
-) -> dict[str, Any] | None:
-    if not asked.fields.logprobs:
-        return None
-    return answers.chat_logprobs(
-        served,
-        update,
-        first,
-        asked.fields.top_logprobs or 0,
-        constrained=asked.wanted.constrain is not None,
-    )
-
-
 @dataclass
 class _Told:
     """What a stream has said of a choice."""
@@ -355,14 +324,13 @@ class _Told:
 class _Choices:
     """The pieces of a stream's choices."""
 
-    served: Served
     asked: _Asked
     told: dict[int, _Told] = field(default_factory=dict)
 
     def piece(self, update: Update) -> dict[str, Any] | None:
         """What is new in a choice; None for nothing."""
         told = self.told.setdefault(update.sample_index, _Told())
-        reply = self.asked.reply(self.served, update)
+        served, reply = self.asked.served, self.asked.reply(update)
         delta: dict[str, Any] = {}
         if not told.begun:
             delta |= {"role": "assistant", "content": ""}
@@ -376,13 +344,13 @@ class _Choices:
             told.content += new
         if reply.calls[told.calls :]:
             delta["tool_calls"] = [
-                _called(self.served, call, told.calls + at)
+                _called(served, call, told.calls + at)
                 for at, call in enumerate(reply.calls[told.calls :])
             ]
             told.calls = len(reply.calls)
         finished = update.finish_reason is not None
         if finished:
-            self.served.metrics.broken_calls.inc(reply.broken)
+            served.metrics.broken_calls.inc(reply.broken)
         counts = self.asked.fields.logprobs or self.asked.fields.return_token_ids
         if not (delta or finished or (counts and told.tokens < len(update.tokens))):
             return None
@@ -390,34 +358,11 @@ class _Choices:
             "index": update.sample_index,
             "delta": delta,
             "finish_reason": _ended(reply, update),
-            "logprobs": _logprobs(self.served, self.asked, update, told.tokens),
+            "logprobs": self.asked.logprobs(update, told.tokens),
         }
         if self.asked.fields.return_token_ids:
             piece["token_ids"] = update.tokens.ids[told.tokens :].tolist()
-        if finished and self.asked.recorded is not None:
-            message = _message(self.served, reply)
-            reason = piece["finish_reason"]
-            answers.require_sendable([piece, message])
-            piece["turn"] = self.asked.recorded.add(update, message, reason)
+        if finished:
+            self.asked.record(piece, update, _message(served, reply))
         told.begun, told.tokens = True, len(update.tokens)
         return piece
-
-
-async def _events(
-    served: Served, asked: _Asked, call: Call
-) -> AsyncIterator[Mapping[str, Any]]:
-    head = answers.head_of(served, "chatcmpl", "chat.completion.chunk")
-    choices, sampled = _Choices(served, asked), 0
-    if asked.fields.return_token_ids:
-        ids = list(asked.wanted.prompt)
-        yield head | {"choices": [], "prompt_token_ids": ids}
-    async for _, update in call.updates():
-        piece = choices.piece(update)
-        if update.finish_reason is not None:
-            sampled += len(update.tokens)
-        if piece is not None:
-            yield head | {"choices": [piece]}
-    options = asked.fields.stream_options
-    if options is not None and options.include_usage:
-        usage = answers.usage_of([asked.wanted.prompt], sampled)
-        yield head | {"choices": [], "usage": usage}

@@ -1,27 +1,19 @@
 """`POST /v1/completions`: a text, or token ids, is continued."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.serve import answers
-from jaxrl_post.serve.calls import (
-    ApiError,
-    Call,
-    Served,
-    Update,
-    Wanted,
-    collected,
-    logprobs_of,
-)
+from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted, logprobs_of
 from jaxrl_post.serve.fields import CompletionFields
-from jaxrl_post.serve.recorded import Recorded, Recorder
+from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.serve.texts import Texts
 
 __all__ = ["answer"]
@@ -58,13 +50,12 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Asked(answers.Asked):
     """A request, read."""
 
-    fields: CompletionFields
-    wanted: Sequence[Wanted]
     texts: Texts
-    recorded: Recorded | None = None
+
+    kinds = ("cmpl", "text_completion", "text_completion")
 
     @classmethod
     async def of(
@@ -105,20 +96,50 @@ class _Asked:
             wanted, sampling = [first], first.sampling
         special = not fields.skip_special_tokens
         texts = Texts(served.tokenizer, sampling.stop_strings, special)
-        return cls(fields, wanted, texts, recorded)
+        return cls(served, fields, wanted, recorded, texts)
 
-    def drop(self) -> None:
-        """Gives back the turns of an episode that were not answered."""
-        if self.recorded is not None:
-            self.recorded.drop()
+    def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The token ids of the first prompt; each choice of an answer has its own."""
+        if not (choices and self.fields.return_token_ids):
+            return {}
+        prompts = [list(each.prompt) for each in self.wanted]
+        for choice in choices:
+            choice["prompt_token_ids"] = prompts[choice["index"] // self.fields.n]
+        return {"prompt_token_ids": prompts[0]}
 
-    def choice(
-        self, served: Served, update: Update, text: str, first: int = 0, offset: int = 0
+    def choice(self, update: Update) -> dict[str, Any]:
+        """A finished sample as a choice of the answer."""
+        return self._choice(update, self.text(update))
+
+    def text(self, update: Update) -> str:
+        """The text of a sample."""
+        return self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
+
+    def pieces(self) -> Callable[[Update], dict[str, Any] | None]:
+        """A function that tells a stream what is new in a choice."""
+        told: dict[int, _Told] = {}
+
+        def piece(update: Update) -> dict[str, Any] | None:
+            before, text = told.get(update.sample_index, _Told()), self.text(update)
+            finished = update.finish_reason is not None
+            if len(text) == len(before.text) and not finished:
+                return None
+            new = text[len(before.text) :]
+            choice = self._choice(update, new, before.tokens, before.offset)
+            if finished:
+                self.record(choice, update, None)
+            ids = update.tokens.ids.tolist()
+            told[update.sample_index] = before.followed_by(self.served, text, ids)
+            return choice
+
+        return piece
+
+    def _choice(
+        self, update: Update, text: str, first: int = 0, offset: int = 0
     ) -> dict[str, Any]:
-        """A choice of the answer.
+        """A choice, or what is new in it.
 
         Args:
-            served: the model.
             update: the newest of the sample.
             text: what is new.
             first: the first token that is new.
@@ -129,21 +150,19 @@ class _Asked:
             "index": update.sample_index,
             "text": text,
             "finish_reason": answers.reason_of(update.finish_reason),
-            "logprobs": self._logprobs(served, update, first, offset),
+            "logprobs": self._logprobs(update, first, offset),
         }
-        if self.recorded is not None and update.finish_reason is not None:
-            choice["turn"] = self.recorded.add(update, None, choice["finish_reason"])
         if self.fields.return_token_ids:
             choice["token_ids"] = update.tokens.ids[first:].tolist()
         return choice
 
     def _logprobs(
-        self, served: Served, update: Update, first: int, offset: int
+        self, update: Update, first: int, offset: int
     ) -> dict[str, Any] | None:
         count = self.fields.logprobs
         if count is None:
             return None
-        constrained = self.wanted[0].constrain is not None
+        served, constrained = self.served, self.constrained
         ids = update.tokens.ids[first:].tolist()
         texts = [answers.token_text(served, token) for token in ids]
         tops = answers.likeliest(served, update, first, count, constrained=constrained)
@@ -188,61 +207,7 @@ async def answer(
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    asked = await _Asked.of(served, fields, recorder)
-    if fields.stream:
-        call = Call(served, asked.wanted, partial=True)
-        events = _events(served, asked, call)
-        return answers.event_stream(served, call, events, asked.drop)
-    try:
-        updates = [
-            update
-            for of_prompt in await collected(http, served, asked.wanted)
-            for update in of_prompt
-        ]
-        choices = []
-        for update in updates:
-            ids = update.tokens.ids.tolist()
-            text = asked.texts.text(ids, update.finish_reason)
-            choices.append(asked.choice(served, update, text))
-    finally:
-        asked.drop()
-    body = answers.head_of(served, "cmpl", "text_completion") | {
-        "choices": choices,
-        "usage": answers.usage_of(
-            [each.prompt for each in asked.wanted],
-            sum(len(update.tokens) for update in updates),
-        ),
-    }
-    if fields.return_token_ids:
-        prompts = [list(each.prompt) for each in asked.wanted]
-        body["prompt_token_ids"] = prompts[0]
-        for choice in body["choices"]:
-            choice["prompt_token_ids"] = prompts[choice["index"] // fields.n]
-    return JSONResponse(body)
-
-
-async def _events(
-    served: Served, asked: _Asked, call: Call
-) -> AsyncIterator[Mapping[str, Any]]:
-    head = answers.head_of(served, "cmpl", "text_completion")
-    told: dict[int, _Told] = {}
-    sampled = 0
-    async for _, update in call.updates():
-        before = told.get(update.sample_index, _Told())
-        ids = update.tokens.ids.tolist()
-        text = asked.texts.text(ids, update.finish_reason)
-        finished = update.finish_reason is not None
-        sampled += len(update.tokens) if finished else 0
-        if len(text) == len(before.text) and not finished:
-            continue
-        new = text[len(before.text) :]
-        choice = asked.choice(served, update, new, before.tokens, before.offset)
-        told[update.sample_index] = before.followed_by(served, text, ids)
-        yield head | {"choices": [choice]}
-    options = asked.fields.stream_options
-    if options is not None and options.include_usage:
-        usage = answers.usage_of([each.prompt for each in asked.wanted], sampled)
-        yield head | {"choices": [], "usage": usage}
+    return await (await _Asked.of(served, fields, recorder)).answer(http)
 
 
 def _check_ids(fields: CompletionFields) -> None:

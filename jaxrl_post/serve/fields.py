@@ -157,10 +157,9 @@ class StreamOptions(_Fields):
     include_obfuscation: Annotated[bool, _neutral(False)] = False
 
 
-class SamplingFields(_Fields):
-    """How to sample: what chats and completions have in common."""
+class AllSampling(_Read):
+    """How to sample: what all routes have in common."""
 
-    model: str | None = None
     temperature: Temperature | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: TopK | None = None
@@ -171,10 +170,6 @@ class SamplingFields(_Fields):
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
     ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     frequency_penalty: Unsupported0 = None
     presence_penalty: Unsupported0 = None
@@ -183,14 +178,26 @@ class SamplingFields(_Fields):
     best_of: Annotated[int | None, _neutral(1)] = None
     use_beam_search: Annotated[bool, _neutral(False)] = False
     min_tokens: Annotated[int | None, _neutral(0)] = None
+    prompt_logprobs: Nothing = None
+    allowed_token_ids: Nothing = None
+    bad_words: Annotated[Any, _neutral([])] = None
+
+
+class SamplingFields(AllSampling):
+    """What chats and completions have in common."""
+
+    model_config = _Fields.model_config
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
     include_stop_str_in_output: Annotated[bool, _neutral(False)] = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: Annotated[bool, _neutral(True)] = True
     length_penalty: Annotated[float | None, _neutral(1)] = None
-    prompt_logprobs: Nothing = None
     truncate_prompt_tokens: Nothing = None
-    allowed_token_ids: Nothing = None
-    bad_words: Annotated[Any, _neutral([])] = None
     logits_processors: Annotated[Any, _neutral([])] = None
     return_tokens_as_token_ids: Annotated[bool, _neutral(False)] = False
     kv_transfer_params: Nothing = None
@@ -347,33 +354,12 @@ class CompletionFields(SamplingFields):
     add_special_tokens: bool = True
 
 
-class GenerateSampling(_Read):
+class GenerateSampling(AllSampling):
     """Sampling parameters of `/inference/v1/generate`; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
-    temperature: Temperature | None = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: TopK | None = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    max_tokens: Positive | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
-    seed: int | None = None
-    stop: Stops | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
-    ignore_eos: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    structured_outputs: StructuredOutputs | None = None
-    frequency_penalty: Unsupported0 = None
-    presence_penalty: Unsupported0 = None
-    repetition_penalty: Annotated[float | None, _neutral(1)] = None
-    logit_bias: Annotated[Any, _neutral({})] = None
-    best_of: Annotated[int | None, _neutral(1)] = None
-    use_beam_search: Annotated[bool, _neutral(False)] = False
-    prompt_logprobs: Nothing = None
-    bad_words: Annotated[Any, _neutral([])] = None
-    allowed_token_ids: Nothing = None
-    min_tokens: Annotated[int | None, _neutral(0)] = None
 
 
 class GenerateFields(_Fields):

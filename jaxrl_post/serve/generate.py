@@ -12,14 +12,7 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.serve import answers
-from jaxrl_post.serve.calls import (
-    ApiError,
-    Served,
-    Update,
-    Wanted,
-    collected,
-    logprobs_of,
-)
+from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted
 from jaxrl_post.serve.fields import DetokenizeFields, GenerateFields, TokenizeFields
 from jaxrl_post.serve.prompts import prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorder
@@ -59,58 +52,42 @@ async def generate(
     recorded = None
     if recorder is not None:
         recorded, wanted = recorder.begin(served, wanted)
-    try:
-        [updates] = await collected(http, served, [wanted])
-        choices = [
-            _choice(served, update, given.logprobs, constrain is not None)
-            for update in updates
-        ]
-        if recorded is not None:
-            for choice, update in zip(choices, updates, strict=True):
-                reason = choice["finish_reason"]
-                choice["turn"] = recorded.add(update, None, reason)
-    finally:
-        if recorded is not None:
-            recorded.drop()
-    request_id = fields.request_id or uuid.uuid4().hex
-    return JSONResponse(
-        {
-            "request_id": request_id,
-            "model": served.name,
-            "choices": choices,
-            "usage": answers.usage_of([prompt], sum(len(u.tokens) for u in updates)),
+    return await _Asked(served, fields, [wanted], recorded).answer(http)
+
+
+class _Asked(answers.Asked):
+    """A request, read."""
+
+    def head(self, *, stream: bool) -> dict[str, Any]:
+        """What the answer begins with."""
+        del stream
+        request_id = self.fields.request_id or uuid.uuid4().hex
+        return {"request_id": request_id, "model": self.served.name}
+
+    def choice(self, update: Update) -> dict[str, Any]:
+        """A finished sample as a choice of the answer."""
+        tokens, count = update.tokens, self.fields.sampling_params.logprobs
+        choice: dict[str, Any] = {
+            "index": update.sample_index,
+            "token_ids": tokens.ids.tolist(),
+            "finish_reason": answers.reason_of(update.finish_reason),
+            "weight_versions": spans(tokens),
+            "logprobs": None,
         }
-    )
+        if count is None:
+            return choice
 
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            # Clients read either.
+            name = f"token_id:{token}"
+            return {"token": name, "token_id": token, "logprob": logprob}
 
-def _choice(
-    served: Served, update: Update, count: int | None, constrained: bool
-) -> dict[str, Any]:
-    tokens = update.tokens
-    choice: dict[str, Any] = {
-        "index": update.sample_index,
-        "token_ids": tokens.ids.tolist(),
-        "finish_reason": answers.reason_of(update.finish_reason),
-        "weight_versions": spans(tokens),
-        "logprobs": None,
-    }
-    if count is None:
+        choice["logprobs"] = {
+            "content": answers.with_likeliest(
+                self.served, update, 0, count, entry, constrained=self.constrained
+            )
+        }
         return choice
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        # Clients read either.
-        return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
-
-    values = logprobs_of(tokens, constrained=constrained).tolist()
-    tops = answers.likeliest(served, update, 0, count, constrained=constrained)
-    choice["logprobs"] = {
-        "content": [
-            entry(token, value)
-            | {"top_logprobs": [entry(t, v) for t, v in top.items()]}
-            for token, value, top in zip(tokens.ids.tolist(), values, tops, strict=True)
-        ]
-    }
-    return choice
 
 
 def spans(tokens: Tokens) -> list[dict[str, Any]]:

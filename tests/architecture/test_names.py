@@ -4,6 +4,7 @@ import inspect
 from collections import defaultdict
 from importlib import import_module
 from pkgutil import walk_packages
+from typing import get_args
 
 from jaxrl_post import algorithms, losses
 
@@ -28,8 +29,7 @@ GLOSSARY = {
     "clip_low": "the ratio, or its logarithm, is clipped this much below",
     "coefficient": "weight of a critic's loss",
     "correction": "of what sampler and trainer disagree on",
-    "cov_high": "largest covariance that may be dropped",
-    "cov_low": "smallest covariance that may be dropped",
+    "cov_range": "smallest and largest covariance that may be dropped",
     "ddof": "variances are over n - ddof",
     "decay": "of a weight, a version of age",
     "denominator": "constant by which a sequence's sum is divided, in tokens",
@@ -142,6 +142,13 @@ def hyperparameters(function):
     return [p for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
+def shared_options(function):
+    """Names of the options that a function takes together, as `SharedOptions`."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            yield from get_args(parameter.annotation)[0].__annotations__
+
+
 def test_every_hyperparameter_has_a_name_of_the_glossary():
     used = set()
     for name, function in public_functions():
@@ -149,16 +156,17 @@ def test_every_hyperparameter_has_a_name_of_the_glossary():
             said = SYNONYMS.get(parameter.name, "add it to the glossary")
             assert parameter.name in GLOSSARY, f"{name}({parameter.name}): {said}"
             used.add(parameter.name)
+        used.update(shared_options(function))
     assert GLOSSARY.keys() == used
     assert GLOSSARY.keys().isdisjoint(SYNONYMS)
 
 
 def test_shared_options_are_arguments_of_a_composition():
-    parameters = inspect.signature(algorithms.compose).parameters
-    assert algorithms.SharedOptions.__annotations__.keys() <= parameters.keys()
+    taken = set(shared_options(algorithms.compose))
+    assert taken == algorithms.SharedOptions.__annotations__.keys()
+    assert taken >= set(shared_options(algorithms.ppo))
     # Without them an algorithm is what `compose` makes of its parts alone.
-    for name in algorithms.SharedOptions.__annotations__:
-        assert parameters[name].default is not inspect.Parameter.empty, name
+    assert not algorithms.SharedOptions.__required_keys__
 
 
 def test_a_loss_and_the_algorithm_of_its_name_have_the_same_defaults():

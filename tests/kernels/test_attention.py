@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.attention import api, attention, kernel_tiles, tiles
+from jaxrl_post.kernels.attention import (
+    Scoring,
+    Sight,
+    api,
+    attention,
+    kernel_tiles,
+    tiles,
+)
 from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh
 
@@ -55,16 +62,23 @@ def oracle(
     return out
 
 
-def run(arrays, positions, kv_positions=None, ends=None, **options):
+def run(
+    arrays, positions, kv_positions=None, ends=None, indices=None, *,
+    window=None, scale=None, softcap=None, sinks=None, **options,
+):  # fmt: skip
     kv_positions = positions if kv_positions is None else kv_positions
     dtype = arrays[0].dtype
     if options.get("implementation") == "pallas_gpu":
         arrays = [array.astype(jnp.bfloat16) for array in arrays]
     out = attention(
         *arrays,
-        query_positions=jnp.asarray(positions),
-        kv_positions=jnp.asarray(kv_positions),
-        ends=None if ends is None else jnp.asarray(ends),
+        Sight(
+            jnp.asarray(positions),
+            jnp.asarray(kv_positions),
+            None if ends is None else jnp.asarray(ends),
+            indices,
+        ),
+        scoring=Scoring(window, scale, softcap, sinks),
         interpret=options.get("implementation", "").startswith("pallas"),
         **options,
     )

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_post.kernels.attention import attention, gpu_kernels, pallas_gpu
+from jaxrl_post.kernels.attention import (
+    Sight,
+    attention,
+    gpu_kernels,
+    pallas_gpu,
+)
 from jaxrl_post.kernels.attention.kernel_tiles import Settings
 from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
 from jaxrl_post.kernels.attention.pallas_gpu import GpuTiles
@@ -27,7 +32,7 @@ def both_passes(positions, ends, arrays, **options):
     def run(query, key, value):
         out = attention(
             query, key, value,
-            query_positions=positions, kv_positions=positions, ends=ends, **options,
+            Sight(positions, positions, ends), **options,
         )  # fmt: skip
         return jnp.where(counts, out, jnp.zeros_like(out))
 
@@ -58,9 +63,9 @@ def test_heads_of_a_group_in_one_block_or_in_several(monkeypatch, enough, parts)
     traced = []
     kernel = pallas_gpu.key_kernel
 
-    def key_kernel(settings, shape, sizes, *refs):
-        traced.append(refs[10].shape)
-        kernel(settings, shape, sizes, *refs)
+    def key_kernel(work, inputs, results, buffers):
+        traced.append(results[0].shape)
+        kernel(work, inputs, results, buffers)
 
     monkeypatch.setattr(pallas_gpu, "key_kernel", key_kernel)
     check(1, 140, 8, 2, 64, 64, None, None, False)
@@ -118,7 +123,7 @@ def test_a_row_of_padding_gives_zeros():
     def run(query, key, value):
         return attention(
             query, key, value,
-            query_positions=positions, kv_positions=positions, ends=ends,
+            Sight(positions, positions, ends),
             implementation="pallas_gpu", interpret=True,
         )  # fmt: skip
 
@@ -130,8 +135,8 @@ def test_a_row_of_padding_gives_zeros():
 def test_what_it_cannot_compute_is_refused():
     query, key, value, _ = operands(1, 4, 1, 1, 320, 256, jnp.bfloat16)
     at = jnp.arange(4, dtype=jnp.int32)[None]
-    options = {"query_positions": at, "kv_positions": at, "ends": jnp.full_like(at, 4)}
-    run = {"implementation": "pallas_gpu", "interpret": True, **options}
+    sight = Sight(at, at, jnp.full_like(at, 4))
+    run = {"implementation": "pallas_gpu", "interpret": True, "sight": sight}
     with pytest.raises(ValueError, match="at most 256 numbers are needed; got 320 and"):
         attention(query, key, value, **run)
     narrow = [array[..., :64].astype(jnp.float32) for array in (query, key, value)]

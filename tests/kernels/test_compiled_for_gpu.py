@@ -22,9 +22,10 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks.rooflines.hopper import decode_shared_bytes, shared_bytes
 from jaxrl_post.config.plan import PlanConfig, PlannedRollout
-from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.decode_attention import (
+    OwnKeys,
     QuantizedEntries,
     SharedKeys,
     decode_attention,
@@ -33,7 +34,7 @@ from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.pallas_gpu import rows_of
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
-from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob.kept import GATHERED_BYTES
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.models import ModelConfig
@@ -147,7 +148,12 @@ def test_token_logprob(gpu, dump, name):
     def both_passes(hidden, weight, targets, mask, kept, towards):
         def run(hidden, weight):
             found = token_logprob(
-                hidden, weight, targets, mask=mask, kept=kept, softcap=shape.softcap
+                hidden,
+                weight,
+                targets,
+                mask=mask,
+                kept=kept,
+                scaling=Scaling(softcap=shape.softcap),
             )
             return tuple(found)
 
@@ -204,8 +210,8 @@ def test_attention(gpu, dump, name):
             sinks = jnp.zeros(shape.heads) if shape.sinks else None
             return attention(
                 query, key, value,
-                query_positions=at, kv_positions=at, ends=at,
-                window=shape.window, softcap=shape.softcap, sinks=sinks,
+                Sight(at, at, at),
+                scoring=Scoring(shape.window, None, shape.softcap, sinks),
             )  # fmt: skip
 
         out, pull = jax.vjp(run, query, key, value)
@@ -266,11 +272,10 @@ def test_decode_attention(gpu, dump, name):
     def attend(query, key, value, at, positions, shared):
         if shared is not None:
             shared = SharedKeys(*shared, shape.members)
+        sinks = jnp.zeros(shape.heads) if shape.sinks else None
         return decode_attention(
-            query, key, value,
-            query_positions=at, kv_positions=positions, shared=shared,
-            sinks=jnp.zeros(shape.heads) if shape.sinks else None,
-            window=shape.window, softcap=shape.softcap,
+            query, OwnKeys(key, value, positions), at, shared=shared,
+            scoring=Scoring(shape.window, None, shape.softcap, sinks),
         )  # fmt: skip
 
     def integers(*sizes):

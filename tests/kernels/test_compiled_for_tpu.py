@@ -23,10 +23,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_post.config.plan import PlanConfig, PlannedRollout
-from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention import pallas_tpu as attention_tpu
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
 from jaxrl_post.kernels.decode_attention import (
+    OwnKeys,
     QuantizedEntries,
     SharedKeys,
     decode_attention,
@@ -35,8 +36,8 @@ from jaxrl_post.kernels.decode_attention import (
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob import pallas_tpu as token_logprob_tpu
-from jaxrl_post.kernels.token_logprob import token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.losses.kl import k3
 from jaxrl_post.losses.policy import clipped_surrogate
@@ -115,7 +116,6 @@ DTYPES = [jnp.bfloat16, pytest.param(jnp.float32, marks=EVERY)]
 def test_attention(chip, name, dtype):
     shape = ATTENTION[name]
     tokens = shape.batch, shape.length
-    options = {"window": shape.window, "softcap": shape.softcap}
 
     def both_passes(query, key, value, positions, ends, towards):
         sinks = jnp.zeros(shape.heads) if shape.sinks else None
@@ -123,8 +123,9 @@ def test_attention(chip, name, dtype):
         def run(query, key, value):
             return attention(
                 query, key, value,
-                query_positions=positions, kv_positions=positions, ends=ends,
-                sinks=sinks, implementation="auto", **options,
+                Sight(positions, positions, ends),
+                scoring=Scoring(shape.window, None, shape.softcap, sinks),
+                implementation="auto",
             )  # fmt: skip
 
         out, pull = jax.vjp(run, query, key, value)
@@ -161,8 +162,7 @@ def test_attention_of_chunks(length, dtype):
         def run(query, key, value):
             return attention(
                 query, key, value,
-                query_positions=ends, kv_positions=ends, ends=ends,
-                indices=chunks.indices, rules=chunks.rules,
+                Sight(ends, ends, ends, chunks.indices), rules=chunks.rules,
             )  # fmt: skip
 
         out, pull = jax.vjp(run, query, key, value)
@@ -208,15 +208,14 @@ def entries(shape, dtype, batch, keys, width):
 @pytest.mark.parametrize("name", named(DECODE))
 def test_decode_attention(chip, name, dtype):
     shape = DECODE[name]
-    options = {"window": shape.window, "softcap": shape.softcap}
 
     def attend(query, key, value, at, positions, shared):
         if shared is not None:
             shared = SharedKeys(*shared, shape.members)
+        sinks = jnp.zeros(shape.heads) if shape.sinks else None
         return decode_attention(
-            query, key, value,
-            query_positions=at, kv_positions=positions, shared=shared,
-            sinks=jnp.zeros(shape.heads) if shape.sinks else None, **options,
+            query, OwnKeys(key, value, positions), at, shared=shared,
+            scoring=Scoring(shape.window, None, shape.softcap, sinks),
         )  # fmt: skip
 
     shared, groups = None, 0
@@ -275,7 +274,7 @@ def test_token_logprob(chip, name, dtype):
                     targets,
                     mask=mask,
                     kept=kept if shape.kept else None,
-                    softcap=shape.softcap,
+                    scaling=Scaling(softcap=shape.softcap),
                     implementation="auto",
                 )
             )

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.decode_attention import SharedKeys, decode_attention
+from jaxrl_post.kernels.attention import Scoring
+from jaxrl_post.kernels.decode_attention import (
+    OwnKeys,
+    SharedKeys,
+    decode_attention,
+)
 from jaxrl_post.sharding import create_mesh
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -80,6 +85,16 @@ def oracle(arrays, *, window=None, softcap=None, sinks=None):
     return out
 
 
+def attend(
+    query, key, value, query_positions, kv_positions, shared=None, *,
+    window=None, scale=None, softcap=None, sinks=None, **options,
+):  # fmt: skip
+    return decode_attention(
+        query, OwnKeys(key, value, kv_positions), query_positions, shared=shared,
+        scoring=Scoring(window, scale, softcap, sinks), **options,
+    )  # fmt: skip
+
+
 def run(arrays, **options):
     shared = arrays["shared"]
     given = jax.tree.map(jnp.asarray, {**arrays, "shared": None})
@@ -91,7 +106,7 @@ def run(arrays, **options):
         options["scale"] = arrays["key"].shape[-1] ** -0.5
         given, shared = jax.tree.map(on_gpu, (given, shared))
     options["interpret"] = options.get("implementation") in KERNELS
-    found = decode_attention(**{**given, "shared": shared}, **options)
+    found = attend(**{**given, "shared": shared}, **options)
     return found[..., :width]
 
 
@@ -215,7 +230,7 @@ def test_a_mesh_changes_nothing(implementation, spec, kv_heads):
     arrays = {name: joined(name) for name in names}
     with jax.set_mesh(mesh):
         found = jax.jit(
-            lambda arrays, shared: decode_attention(
+            lambda arrays, shared: attend(
                 **arrays,
                 shared=SharedKeys(*shared, 2),
                 softcap=2.0,
@@ -246,4 +261,4 @@ def test_what_is_refused():
     alone = {name: jnp.asarray(arrays[name]) for name in names}
     message = "decode_attention: pallas_tpu runs on tpu, and this program is for cpu"
     with pytest.raises(ValueError, match=message):
-        decode_attention(**alone, implementation="pallas_tpu")
+        attend(**alone, implementation="pallas_tpu")

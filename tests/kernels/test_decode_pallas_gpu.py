@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_post.kernels.decode_attention import (
+    OwnKeys,
     decode_attention,
     quantize_entries,
     xla,
@@ -19,21 +20,21 @@ from jaxrl_post.kernels.decode_attention import (
 from jaxrl_post.kernels.decode_attention.gpu_sizes import WHOLE, Sizes, Widths
 from jaxrl_post.kernels.decode_attention.pallas_gpu import part_of_keys
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES
-from tests.kernels.test_decode_pallas_tpu import case, sees
+from tests.kernels.test_decode_pallas_tpu import case, part, sees
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def on_gpu(arrays, scoring, *, interpret=True, sizes=None):
     return jax.jit(
-        lambda *arrays: part_of_keys(
-            *arrays, *scoring, interpret=interpret, sizes=sizes
+        lambda *arrays: part(
+            part_of_keys, *arrays, *scoring, interpret=interpret, sizes=sizes
         )
     )(*arrays)
 
 
-def attended(part):
-    return np.asarray(part.mixed / part.total[..., None], np.float64)
+def attended(found):
+    return np.asarray(found.mixed / found.total[..., None], np.float64)
 
 
 def exact(arrays, scoring):
@@ -42,7 +43,7 @@ def exact(arrays, scoring):
         leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
         for leaf in arrays
     ]
-    return xla.part_of_keys(*wide, *scoring)
+    return part(xla.part_of_keys, *wide, *scoring)
 
 
 # One part and several, of several steps each; blocks of queries; a last step that
@@ -129,11 +130,11 @@ def test_bfloat16_is_as_exact_as_its_rounding():
     scoring = None, 0.125, None
     expected = attended(exact(arrays, scoring))[1:]
 
-    def error(part):
-        return np.abs(attended(part)[1:] - expected).max()
+    def error(found):
+        return np.abs(attended(found)[1:] - expected).max()
 
     found = on_gpu(arrays, scoring)
-    assert error(found) <= 2 * error(xla.part_of_keys(*arrays, *scoring))
+    assert error(found) <= 2 * error(part(xla.part_of_keys, *arrays, *scoring))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -157,8 +158,7 @@ def test_what_it_cannot_read_is_refused():
         if code is not None:
             key, value = quantize_entries(key, code), quantize_entries(value, code)
         return decode_attention(
-            query, key, value,
-            query_positions=at, kv_positions=positions,
+            query, OwnKeys(key, value, positions), at,
             implementation="pallas_gpu", interpret=True,
         )  # fmt: skip
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_post.kernels.decode_attention import quantize_entries, xla
+from jaxrl_post.kernels.attention import Scoring
+from jaxrl_post.kernels.decode_attention import OwnKeys, quantize_entries, xla
 from jaxrl_post.kernels.decode_attention.pallas_tpu import (
     BLOCK_BYTES,
     PAIRS,
@@ -44,6 +45,12 @@ def case(batch, queries, heads, kv_heads, keys, dim, value_dim, dtype=jnp.float3
     arrays = [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
     facts = [jnp.asarray(fact.astype(np.int32)) for fact in (at, positions)]
     return *arrays, *facts
+
+
+def part(function, query, key, value, at, positions, window, scale, softcap, **options):
+    """What `function` makes of the keys."""
+    own, scoring = OwnKeys(key, value, positions), Scoring(window, scale, softcap)
+    return function(query, own, at, scoring, **options)
 
 
 def same_part(found, expected, seen):
@@ -87,9 +94,11 @@ def test_without_races(shape, window, sizes):
     arrays = case(*shape)
     scoring = window, shape[5] ** -0.5, 3.0
     found = jax.jit(
-        lambda *arrays: part_of_keys(*arrays, *scoring, interpret=RACES, sizes=sizes)
+        lambda *arrays: part(
+            part_of_keys, *arrays, *scoring, interpret=RACES, sizes=sizes
+        )
     )(*arrays)
-    expected = xla.part_of_keys(*arrays, *scoring)
+    expected = part(xla.part_of_keys, *arrays, *scoring)
     same_part(found, expected, sees(arrays[3]))
 
 
@@ -102,8 +111,16 @@ def test_blocks_that_no_query_sees_are_not_read(window, code):
         key, value = quantize_entries(key, code), quantize_entries(value, code)
     scoring = window, 0.2, None
     sizes = Sizes(1, 2, 16, 128)
-    expected = part_of_keys(
-        query, key, value, at, positions, *scoring, interpret=True, sizes=sizes
+    expected = part(
+        part_of_keys,
+        query,
+        key,
+        value,
+        at,
+        positions,
+        *scoring,
+        interpret=True,
+        sizes=sizes,
     )
     first, last = np.asarray(at)[:, 0] - (window or 10**6) + 1, np.asarray(at)[:, 0]
     block = np.arange(512) // 128
@@ -118,8 +135,16 @@ def test_blocks_that_no_query_sees_are_not_read(window, code):
         return jnp.where(read[:, None, :, None], leaf, jnp.nan)
 
     key, value = jax.tree.map(poisoned, (key, value))
-    found = part_of_keys(
-        query, key, value, at, positions, *scoring, interpret=True, sizes=sizes
+    found = part(
+        part_of_keys,
+        query,
+        key,
+        value,
+        at,
+        positions,
+        *scoring,
+        interpret=True,
+        sizes=sizes,
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -132,7 +157,8 @@ def test_a_place_that_nobody_has_makes_no_block_visible():
     positions = jnp.arange(512, dtype=jnp.int32)[None]
     read = jnp.arange(512) >= 256  # The blocks of the tokens 351 to 410.
     key, value = (jnp.where(read[:, None], leaf, jnp.nan) for leaf in (key, value))
-    found = part_of_keys(
+    found = part(
+        part_of_keys,
         *(query, key, value, at, positions, 50, 0.2, None),
         interpret=True,
         sizes=Sizes(1, 2, 16, 128),
@@ -156,8 +182,10 @@ def test_bfloat16_is_as_exact_as_its_rounding():
         return np.abs(np.float64(part.mixed / part.total[..., None])[1:] - exact).max()
 
     scoring = None, 0.125, None
-    found = part_of_keys(*arrays, *scoring, interpret=True, sizes=Sizes(1, 2, 16, 128))
-    assert error(found) <= 2 * error(xla.part_of_keys(*arrays, *scoring))
+    found = part(
+        part_of_keys, *arrays, *scoring, interpret=True, sizes=Sizes(1, 2, 16, 128)
+    )
+    assert error(found) <= 2 * error(part(xla.part_of_keys, *arrays, *scoring))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 32])

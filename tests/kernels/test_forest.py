@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.data import packing
-from jaxrl_post.kernels.attention import attention, require_forest
+from jaxrl_post.kernels.attention import Sight, attention, require_forest
 
 
 def is_forest(ends) -> bool:
@@ -64,7 +64,7 @@ def test_attention_checks_where_jax_is_asked_to(message):
         run = jax.jit(
             lambda ends: attention(
                 key.swapaxes(1, 2), key, key,
-                query_positions=at, kv_positions=at, ends=ends,
+                Sight(at, at, ends),
             )
         )  # fmt: skip
         run(jnp.array(ends)).block_until_ready()

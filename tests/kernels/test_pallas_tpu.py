@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_post.kernels.attention import attention
+from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention.kernel_tiles import (
     LIST_BYTES,
     Settings,
@@ -23,8 +23,9 @@ from jaxrl_post.kernels.attention.kernel_tiles import (
 )
 from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
 from jaxrl_post.kernels.attention.pallas_tpu import TpuTiles
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
-from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob.counted import ByRow
 
 # Fails where two accesses of a buffer are not ordered, and where a read leaves it.
 RACES = pltpu.InterpretParams(detect_races=True)
@@ -87,8 +88,8 @@ def whole(positions, ends, window, query, key, value):
     """The reference, with zeros for padding."""
     out = attention(
         query, key, value,
-        query_positions=positions, kv_positions=positions, ends=ends,
-        window=window, implementation="reference",
+        Sight(positions, positions, ends),
+        scoring=Scoring(window), implementation="reference",
     )  # fmt: skip
     return jnp.where((ends > 0)[:, :, None, None], out, jnp.zeros_like(out))
 
@@ -153,9 +154,11 @@ def test_bfloat16_attention_is_as_exact_as_its_rounding(window, softcap, sinks):
         def run(*inputs):
             out = attention(
                 *inputs,
-                query_positions=positions, kv_positions=positions, ends=ends,
-                window=window, softcap=softcap,
-                sinks=None if logits is None else jnp.asarray(logits),
+                Sight(positions, positions, ends),
+                scoring=Scoring(
+                    window, None, softcap,
+                    None if logits is None else jnp.asarray(logits),
+                ),
                 implementation=implementation, interpret=True,
             )  # fmt: skip
             return jnp.where((ends > 0)[:, :, None, None], out, jnp.zeros_like(out))
@@ -284,19 +287,16 @@ def test_token_logprob_without_races(rows, kept):
 
     @jax.jit
     def run(hidden, weight):
-        logprob, entropy, saved = head.forward(
-            hidden, weight, targets, mask, ids, layout
-        )
-        grads = head.backward(
-            hidden, weight, targets, mask, ids, saved, tuple(towards), layout
-        )
+        operands = hidden, weight, ByRow(targets, mask, ids)
+        logprob, entropy, saved = head.forward(*operands, layout)
+        grads = head.backward(*operands, saved, tuple(towards), layout)
         return logprob, entropy, saved.normalizer, *grads
 
     def reference(hidden, weight):
         found = token_logprob(
             hidden[None], weight, targets[None],
             mask=mask[None], kept=None if ids is None else ids[None],
-            temperature=0.7, softcap=5.0, vocab_size=290, implementation="reference",
+            scaling=Scaling(0.7, 5.0, 290), implementation="reference",
         )  # fmt: skip
         return tuple(value[0] for value in found)
 

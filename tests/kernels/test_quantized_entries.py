@@ -9,13 +9,13 @@ from jaxrl_post.kernels.decode_attention import (
     CODE_DTYPES,
     QuantizedEntries,
     SharedKeys,
-    decode_attention,
     quantize_entries,
 )
 from jaxrl_post.sharding import create_mesh
 from tests.kernels.test_decode_attention import (
     CLOSE,
     assert_close,
+    attend,
     case,
     every_implementation,
     oracle,
@@ -110,12 +110,12 @@ def test_on_a_mesh(spec, kv_heads):
     arrays = [{**codes, "shared": tuple(codes["shared"][:4])} for codes, _ in both]
     together = jax.tree.map(joined, *arrays)
 
-    def attend(arrays):
+    def run_all(arrays):
         shared = SharedKeys(*arrays["shared"], 2)
-        return decode_attention(**{**arrays, "shared": shared})
+        return attend(**{**arrays, "shared": shared})
 
     with jax.set_mesh(mesh):
-        found = jax.jit(attend)(together)
+        found = jax.jit(run_all)(together)
     expected = np.concatenate([oracle(meant) for _, meant in both])
     np.testing.assert_allclose(found, expected, **CLOSE)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.row_tiles import TILE
-from jaxrl_post.kernels.token_logprob import api, from_logits, token_logprob
+from jaxrl_post.kernels.token_logprob import Scaling, api, from_logits, token_logprob
 from jaxrl_post.kernels.token_logprob.rows import logprob_rows
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 
@@ -68,10 +68,14 @@ def both_passes(
     kept=None,
     *,
     setting=None,
+    temperature=1.0,
+    softcap=None,
+    vocab_size=None,
     **options,
 ):
     """What is returned, (d hidden, d unembedding); `setting` keys the cache."""
     del setting
+    options["scaling"] = Scaling(temperature, softcap, vocab_size)
     interpret = options.get("implementation", "").startswith("pallas")
 
     def run(hidden, weight):
@@ -122,7 +126,7 @@ def test_numbers_worked_by_hand(implementation):
     cold = token_logprob(hidden, weight, target, **options)
     entropy = -(1 * np.log(1 / 8) + 2 * np.log(2 / 8) + 5 * np.log(5 / 8)) / 8
     close(cold, ([[np.log(0.25)]], [[entropy]], [[np.log(8)]]), 1e-6)
-    warm = token_logprob(hidden, weight, target, temperature=2.0, **options)
+    warm = token_logprob(hidden, weight, target, scaling=Scaling(2.0), **options)
     total = np.sqrt([1, 2, 5]).sum()
     p = np.sqrt([1, 2, 5]) / total
     expected = [[np.log(p[1])]], [[-(p * np.log(p)).sum()]], [[np.log(total)]]
@@ -515,13 +519,13 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature):
     with pytest.raises(
         ValueError, match=r"temperature must be > 0; got .*Score greedy"
     ):
-        token_logprob(hidden, weight, targets, temperature=temperature)
+        token_logprob(hidden, weight, targets, scaling=Scaling(temperature))
 
 
 def test_a_softcap_that_is_not_positive_is_refused():
     hidden, weight, targets, _ = arrays(1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"softcap must be > 0 or None; got -1\.0"):
-        token_logprob(hidden, weight, targets, softcap=-1.0)
+        token_logprob(hidden, weight, targets, scaling=Scaling(softcap=-1.0))
 
 
 @pytest.mark.parametrize("vocab_size", [0, 5])
@@ -531,7 +535,7 @@ def test_a_vocabulary_beyond_the_rows_is_refused(vocab_size):
         rf"vocab_size must lie in 1\.\.4, the rows of unembedding; got {vocab_size}"
     )
     with pytest.raises(ValueError, match=message):
-        token_logprob(hidden, weight, targets, vocab_size=vocab_size)
+        token_logprob(hidden, weight, targets, scaling=Scaling(vocab_size=vocab_size))
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_post.kernels.token_logprob import gpu_kernels, pallas_gpu, token_logprob
+from jaxrl_post.kernels.token_logprob import (
+    Scaling,
+    gpu_kernels,
+    pallas_gpu,
+    token_logprob,
+)
+from jaxrl_post.kernels.token_logprob.counted import ByRow
 from jaxrl_post.sharding import create_mesh
 
 
@@ -27,13 +33,15 @@ def arrays(rows, width, vocab, vocab_size=None, *, scale=0.3, seed=0):
     )
 
 
-def both_passes(hidden, weight, targets, mask, cotangents, **options):
+def both_passes(hidden, weight, targets, mask, cotangents, kept=None, **options):
     """What is returned, and (d hidden, d unembedding)."""
+    by = options.pop("implementation")
 
     def run(hidden, weight):
         found = token_logprob(
-            hidden, weight, targets, mask=mask, interpret=True, **options
-        )
+            hidden, weight, targets, mask=mask, kept=kept, scaling=Scaling(**options),
+            interpret=True, implementation=by,
+        )  # fmt: skip
         return tuple(found)
 
     values, pull = jax.vjp(run, hidden, weight)
@@ -182,7 +190,7 @@ def test_no_access_races_with_another():
         333, 1.0, interpret=plgpu.InterpretGPUParams(detect_races=True)
     )
     hidden, weight, targets, mask, cotangents = arrays(300, 192, 333)
-    operands = hidden[0], weight, targets[0], mask[0], None
+    operands = hidden[0], weight, ByRow(targets[0], mask[0], None)
 
     @jax.jit
     def run(cotangents):

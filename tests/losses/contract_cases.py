@@ -147,7 +147,7 @@ _TOKEN_CASES = (
     Case(
         entropy.clip_cov,
         "p q a mask key",
-        {"fraction": 0.5, "cov_low": 0.0, "cov_high": 5.0, **CLIP},
+        {"fraction": 0.5, "cov_range": (0.0, 5.0), **CLIP},
         "p",
         "own",
     ),

@@ -34,7 +34,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 
 @partial(jax.jit, static_argnames=("fraction", "low", "high"))
 def clip_cov(p, q, a, mask, fraction=0.5, low=0.0, high=5.0):
-    chosen = {"fraction": fraction, "cov_low": low, "cov_high": high}
+    chosen = {"fraction": fraction, "cov_range": (low, high)}
     return entropy.clip_cov(p, q, a, mask, jax.random.key(3), **CLIP, **chosen)
 
 

@@ -55,7 +55,7 @@ def dppo(x, p, q, a, mask):
 def clip_cov(p, q, a, mask):
     return entropy.clip_cov(
         *(p, q, a, mask, jax.random.key(0)),
-        **{"fraction": 0.2, "cov_low": 0.0, "cov_high": 9.0, **CLIP},
+        **{"fraction": 0.2, "cov_range": (0.0, 9.0), **CLIP},
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob.reference import from_logits
 from jaxrl_post.losses.logprobs import token_logprobs
 
@@ -47,7 +47,9 @@ def test_equals_what_sampler_and_trainer_say(options, temperature):
     np.testing.assert_array_max_ulp(
         np.asarray(found), np.where(mask, sampler.logprob, 0.0), maxulp=2
     )
-    trainer = token_logprob(states, table, tokens, mask=mask, temperature=temperature)
+    trainer = token_logprob(
+        states, table, tokens, mask=mask, scaling=Scaling(temperature)
+    )
     np.testing.assert_allclose(found, trainer.logprob, rtol=0, atol=1e-6)
 
 

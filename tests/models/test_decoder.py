@@ -18,6 +18,7 @@ from jaxrl_post.models import (
     logits,
     unembedding,
 )
+from jaxrl_post.models.decoder import Execution
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
 from tests.packed_rows import ends_of
@@ -30,7 +31,7 @@ RICH = dataclasses.replace(
 ONE_LAYER = dataclasses.replace(tiny.CONFIG, num_layers=1)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
-run = jax.jit(forward, static_argnames=("config", "rules", "remat"))
+run = jax.jit(forward, static_argnames=("config", "rules", "execution"))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def gradient(params, config, row, remat="none"):
     """Of a loss over all logits; and the hidden states."""
 
     def loss(params):
-        hidden = forward(params, config, row, remat=remat)
+        hidden = forward(params, config, row, execution=Execution(remat))
         return jnp.square(logits(params, config, hidden)).mean(), hidden
 
     return jax.grad(loss, has_aux=True)(params)

@@ -26,6 +26,7 @@ from jaxrl_post.models.adapters.lora import (
     initialize_adapter,
     merged,
 )
+from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.matrix import matrices
 from jaxrl_post.sharding import create_mesh, named_shardings
 from tests import tiny
@@ -53,7 +54,7 @@ CONFIGS = {"grouped": GROUPED, "latent": LATENT, "plain_queries": PLAIN_QUERIES}
 each_attention = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 each_kind = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 
-run = jax.jit(forward, static_argnames=("config", "remat"))
+run = jax.jit(forward, static_argnames=("config", "execution"))
 
 
 def lora_of(config, **changes):
@@ -298,7 +299,7 @@ def test_prefill_and_decode_equal_training(config, dora):
 
 def loss(adapter, params, config, lora, remat="none"):
     policy = adapted(params, adapter, config, lora)
-    hidden = forward(policy, config, tokens(4, 6), remat=remat)
+    hidden = forward(policy, config, tokens(4, 6), execution=Execution(remat))
     return jnp.square(logits(policy, config, hidden)).mean()
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.token_logprob import token_logprob
+from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.models import (
     LatentAttention,
     MixtureOfExperts,
@@ -68,7 +68,9 @@ def gradient(config, dtype):
         hidden = forward(params, config, tokens)
         cap = config.logit_softcap
         weight = unembedding(params)
-        found = token_logprob(hidden[:, :-1], weight, tokens[:, 1:], softcap=cap)
+        found = token_logprob(
+            hidden[:, :-1], weight, tokens[:, 1:], scaling=Scaling(softcap=cap)
+        )
         return -found.logprob.sum()
 
     leaves = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params))

@@ -35,7 +35,7 @@ LATENT = ModelConfig(
 )  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", ["int8", "nf4"])
 
-run = jax.jit(forward, static_argnames=("config", "remat"))
+run = jax.jit(forward, static_argnames=("config", "execution"))
 
 
 def params_of(config=CONFIG, dtype=jnp.float32, mesh=None):

@@ -15,7 +15,7 @@ from jaxrl_post.models import (
     initialize,
     param_specs,
 )
-from jaxrl_post.models.decoder import _repetitions
+from jaxrl_post.models.decoder import Execution, _repetitions
 
 SIZES = 64, 16, 24, 4, 2, 1
 EXPERTS = MixtureOfExperts(4, 2, 16, dense_layers=(0,))
@@ -54,7 +54,7 @@ def test_a_loop_gives_the_same_states_and_gradients(name, remat):
     @functools.partial(jax.jit, static_argnums=1)
     @functools.partial(jax.value_and_grad, has_aux=True)
     def grad(params, scan):
-        hidden = forward(params, config, tokens, remat=remat, scan=scan)
+        hidden = forward(params, config, tokens, execution=Execution(remat, scan))
         return jnp.sum(jnp.sin(hidden)), hidden
 
     (_, expected), gradients = grad(params, False)
@@ -72,7 +72,9 @@ def test_a_loop_reports_the_routing_of_every_layer():
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
     mask = jnp.ones(tokens.shape, jnp.bool_)
     _, expected = forward_with_routing(params, config, tokens, mask=mask)
-    _, found = forward_with_routing(params, config, tokens, mask=mask, scan=True)
+    _, found = forward_with_routing(
+        params, config, tokens, mask=mask, execution=Execution(scan=True)
+    )
     assert found.assigned.shape == (3, 4)
     np.testing.assert_array_equal(found.assigned, expected.assigned)
     np.testing.assert_allclose(found.probability, expected.probability, rtol=1e-5)

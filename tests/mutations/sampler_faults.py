@@ -217,7 +217,7 @@ SAMPLER = [
     Fault(
         "a prompt is read from a cache of older parameters",
         "sampler/engine.py",
-        "            self.scheduler.forget(restart=self._recompute)",
+        "            self.scheduler.forget(restart=self.sizes.recompute_cache)",
         "            pass",
         "sampler/test_engine.py sampler/test_cache.py",
     ),
@@ -266,8 +266,8 @@ SAMPLER = [
     Fault(
         "the trainer scores among all tokens what was drawn from some",
         "learner/step.py",
-        "        kept=kept,\n        temperature",
-        "        kept=None,\n        temperature",
+        "        kept=kept,\n        scaling",
+        "        kept=None,\n        scaling",
         "programs/test_mismatch.py",
     ),
     Fault(

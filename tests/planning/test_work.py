@@ -14,7 +14,8 @@ from jaxrl_post.learner import step as pure
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
 from jaxrl_post.pretrained.presets import PRESETS
-from jaxrl_post.programs.planning.work import ModelWork, Work
+from jaxrl_post.programs.planning.chips import Work
+from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sampler import EngineConfig, Request, batches
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.scheduler import Scheduler
@@ -260,7 +261,9 @@ def test_xla_counts_a_decoding_step_alike(name):
     rows = shapes_of(batches.rows(burst, made.sizes, 1))
     key = jax.eval_shape(lambda: jax.random.key(0))
     floor = jax.ShapeDtypeStruct((), jnp.int32)
-    found = xla_flops(made.decode, params, pages, rows, key, floor, truncate=False)
+    found = xla_flops(
+        made.decode, params, pages, rows, key, floor, burst=made.burst(truncate=False)
+    )
     expected = (
         work(CONFIGS[name]).decode(256, 64, 1, groups=64, members=4, shared=64).flops
     )

@@ -312,7 +312,10 @@ def test_an_agent_that_never_ends_is_closed_at_the_deadline():
     config = trainers.changed("rollout", max_turns=3, deadline_s=0.01)
     with training(Letters(), config) as trainer:
         assert isinstance(trainer.experience.collector.episodes, EpisodeSource)
-        with pytest.raises(RolloutTimeoutError, match="episodes were not finished after .*agents were not done"):
+        with pytest.raises(
+            RolloutTimeoutError,
+            match=r"episodes were not finished after .*agents were not done",
+        ):
             collected(trainer)
 
 

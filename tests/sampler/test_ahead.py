@@ -167,7 +167,7 @@ def test_what_ended_in_the_first_burst_is_whole_after_the_second(params, stop):
 
 
 def test_other_parameters_wait_for_what_is_under_way(params):
-    engine = make_engine(recompute_cache=True)
+    engine = make_engine(dataclasses.replace(SIZES, recompute_cache=True))
     calls = watched(engine)
     engine.submit(Request(1, prompt(1, 5), 4, sampling=SamplingParams(max_tokens=32)))
     engine.step(params, version=1)

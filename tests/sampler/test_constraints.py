@@ -11,9 +11,10 @@ from scipy.special import log_softmax, softmax
 from jaxrl_post.models import forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.requests import MOST_ALTERNATIVES, ConstraintError
-from jaxrl_post.sampler.sampling import SamplingArrays, sample
+from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
+from tests.sampler.test_sampling import drawn
 
 SIZES = EngineConfig(
     num_slots=4,
@@ -25,8 +26,6 @@ SIZES = EngineConfig(
 )
 VOCAB = tiny.CONFIG.vocab_size
 PROMPT = (5, 9, 2)
-
-drawn = jax.jit(sample, static_argnames=("truncate", "kept_ids", "alternatives"))
 
 
 def bits(tokens, vocab=VOCAB):

@@ -184,8 +184,13 @@ def test_cancelled_samples_go_on(params, expected):
 
 
 def test_exact_log_probs_with_a_draft(params):
-    plain = Engine(CONFIG, SIZES, exact=True, detokenize=detokenize)
-    engine = make_engine(Draft(SMALL, tiny.params(SMALL, seed=5)), exact=True)
+    plain = Engine(
+        CONFIG, dataclasses.replace(SIZES, exact=True), detokenize=detokenize
+    )
+    engine = make_engine(
+        Draft(SMALL, tiny.params(SMALL, seed=5)),
+        dataclasses.replace(DRAFTING, exact=True),
+    )
     expected = plain.generate(params, requests(2)[:2])
     for ours, other in zip(
         engine.generate(params, requests(2)[:2]), expected, strict=True

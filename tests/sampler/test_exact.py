@@ -132,7 +132,9 @@ def conversations(config, dtype, mesh, *, exact, adapter=False, top_p=1.0):
     params = tiny.params(config, dtype=dtype, mesh=mesh)
     if adapter:
         params = with_adapter(params, config, mesh)
-    engine = Engine(config, SIZES, dtype=dtype, exact=exact, mesh=mesh)
+    engine = Engine(
+        config, dataclasses.replace(SIZES, exact=exact), dtype=dtype, mesh=mesh
+    )
     engine._pages = jax.tree.map(lambda leaf: leaf + jnp.nan, engine._pages)
     sampling = SamplingParams(TEMPERATURE, top_p=top_p, max_tokens=30, stop_ids=(3,))
     lengths = (3, 20, 40, 1)

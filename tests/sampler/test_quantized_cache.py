@@ -159,4 +159,6 @@ def test_a_sample_whose_keys_are_nan_fails_alone(params):
 
 def test_exact_mode_refuses_codes():
     with pytest.raises(ValueError, match="a cache of int8 is not exact"):
-        Engine(tiny.CONFIG, SIZES, dtype=jnp.dtype("int8"), exact=True)
+        Engine(
+            tiny.CONFIG, dataclasses.replace(SIZES, exact=True), dtype=jnp.dtype("int8")
+        )

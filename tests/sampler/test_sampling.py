@@ -12,10 +12,20 @@ from jax.sharding import PartitionSpec as P
 from scipy.special import log_softmax, softmax
 
 from jaxrl_post.kernels.next_token.reference import invert
-from jaxrl_post.sampler.sampling import SamplingArrays, sample, uniform_numbers
+from jaxrl_post.sampler.sampling import Drawing, SamplingArrays, sample, uniform_numbers
 from jaxrl_post.sharding import create_mesh
 
-drawn = jax.jit(sample, static_argnames=("truncate", "kept_ids"))
+
+def draw(
+    logits, uniforms, sampling, allowed=None, *, truncate, kept_ids=0, alternatives=0
+):
+    """`sample`, with what it does as keywords."""
+    drawing = Drawing(truncate, kept_ids, alternatives)
+    return sample(logits, uniforms, sampling, drawing, allowed=allowed)
+
+
+STATIC = ("truncate", "kept_ids", "alternatives")
+drawn = jax.jit(draw, static_argnames=STATIC)
 
 # All uniforms of a fine grid: frequencies are then known to 1 / GRID.
 GRID = 8192
@@ -301,7 +311,7 @@ def test_a_split_vocabulary_is_not_gathered(spec, vocab):
             jax.device_put(uniforms, by_row),
             jax.device_put(given, by_row),
         )
-        run = jax.jit(sample, static_argnames=("truncate", "kept_ids"))
+        run = jax.jit(draw, static_argnames=STATIC)
         found = run(*arguments, truncate=False)
         text = run.lower(*arguments, truncate=False).compile().as_text()
     np.testing.assert_array_equal(found.tokens, expected.tokens)
@@ -327,7 +337,7 @@ def test_truncation_gathers_no_logits(spec, vocab, options):
     words = np.random.default_rng(5).integers(0, 2**32, (rows, -(-vocab // 32)))
     allowed = words.astype(np.uint32)
     static = {"truncate": True, "kept_ids": 8, "alternatives": 3}
-    run = jax.jit(sample, static_argnames=tuple(static))
+    run = jax.jit(draw, static_argnames=STATIC)
     expected = run(jnp.asarray(logits), uniforms, given, allowed=allowed, **static)
     with jax.set_mesh(mesh):
         arguments = (

@@ -1,7 +1,7 @@
 """The formats in which families write reasoning and tool calls, and their marks."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = [
     "CALLS_BEGIN",
@@ -41,27 +41,37 @@ HARMONY_MARKS = (
     *HARMONY_ENDS,
 )
 
-# Marks that begin calls.
-OPENINGS: dict[FormatName, tuple[str, ...]] = {
-    "hermes": ("<tool_call>",),
-    "qwen_coder": ("<tool_call>",),
-    "glm": ("<tool_call>",),
-    "llama": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "deepseek": (CALLS_BEGIN, CALL_BEGIN, CALLS_END),
-    "harmony": HARMONY_MARKS,
-}
-# Marks inside of calls, and after them.
-OTHERS: dict[FormatName, tuple[str, ...]] = {
-    "hermes": ("</tool_call>",),
-    "qwen_coder": ("</tool_call>",),
-    "glm": (
-        *("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+
+class _Marks(NamedTuple):
+    """The marks of a format.
+
+    Attributes:
+        told: tell the format in a chat template.
+        begin: begin calls.
+        others: stand inside of calls, and after them.
+    """
+
+    told: tuple[str, ...]
+    begin: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+CALL, CALLED = "<tool_call>", "</tool_call>"
+# Three formats begin with the same mark, so the first that a template tells counts.
+MARKS: dict[FormatName, _Marks] = {
+    "harmony": _Marks(("<|channel|>",), HARMONY_MARKS),
+    "deepseek": _Marks(
+        (CALL_BEGIN,), (CALLS_BEGIN, CALL_BEGIN, CALLS_END), (CALL_SEPARATOR, CALL_END)
     ),
-    "llama": (),
-    "mistral": ("[ARGS]", "[CALL_ID]"),
-    "deepseek": (CALL_SEPARATOR, CALL_END),
-    "harmony": (),
+    "mistral": _Marks(("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]")),
+    "glm": _Marks(
+        (CALL, "<arg_key>"),
+        (CALL,),
+        (CALLED, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "qwen_coder": _Marks((CALL, "<function=", "<parameter="), (CALL,), (CALLED,)),
+    "hermes": _Marks((CALL,), (CALL,), (CALLED,)),
+    "llama": _Marks(("<|python_tag|>",), ("<|python_tag|>",)),
 }
 
 
@@ -80,7 +90,7 @@ class Format:
     @property
     def openings(self) -> tuple[str, ...]:
         """Marks that begin what is not the answer."""
-        marks = OPENINGS[self.name] if self.name else ()
+        marks = MARKS[self.name].begin if self.name else ()
         return (*marks, THINK, THOUGHT) if self.thinks else marks
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
@@ -92,7 +102,7 @@ class Format:
         found = (THINK, THOUGHT) if self.thinks else ()
         if self.name is None or not (tools or self.name == "harmony"):
             return found
-        return (*OPENINGS[self.name], *OTHERS[self.name], *found)
+        return (*MARKS[self.name].begin, *MARKS[self.name].others, *found)
 
 
 def format_of(template: str | None) -> Format:
@@ -106,20 +116,10 @@ def format_of(template: str | None) -> Format:
     if template is None:
         return Format()
     thinks = THOUGHT in template
-    if "<|channel|>" in template:
-        return Format("harmony")
-    # Three formats begin with the same mark, so the first row that fits counts.
-    marks: tuple[tuple[FormatName, tuple[str, ...]], ...] = (
-        ("deepseek", (CALL_BEGIN,)),
-        ("mistral", ("[TOOL_CALLS]",)),
-        ("glm", ("<tool_call>", "<arg_key>")),
-        ("qwen_coder", ("<tool_call>", "<function=", "<parameter=")),
-        ("hermes", ("<tool_call>",)),
-        ("llama", ("<|python_tag|>",)),
-    )
-    for name, needed in marks:
-        if all(mark in template for mark in needed):
-            return Format(name, thinks)
+    for name, marks in MARKS.items():
+        if all(mark in template for mark in marks.told):
+            # GPT-OSS has a channel for its reasoning.
+            return Format(name, thinks and name != "harmony")
     if "<|start_header_id|>" in template and "ipython" in template:
         # Llama 3.2, which has no mark of its own for calls.
         return Format("llama", thinks)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl_post.conversations import prompt_of, text_of
-from jaxrl_post.envs.env import Message, Split, Step, Task, response
+from jaxrl_post.envs.env import Message, Step, Task, response
 from jaxrl_post.envs.judges.endpoint import ChatEndpoint
 from jaxrl_post.envs.judges.judge import RUBRIC, Judge
-from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.tasks.held_out import TasksOfFiles
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -22,7 +22,7 @@ _PROMPTS = ("prompt", "messages")
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judged(TasksOfFiles["_Row"]):
     """Prompts from a JSON Lines or Parquet file; a language model judges the answers.
 
     With the kind "grade" the judge grades an answer by a rubric, beside the row's
@@ -86,26 +86,11 @@ class Judged:
         """A short name for logs."""
         return "judged"
 
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The prompts of a split, in the file's order.
+    def _text(self, row: _Row) -> str:
+        return "\n\n".join(message.content for message in row.messages)
 
-        Raises:
-            ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet without the extra.
-            OSError: if the file cannot be read.
-        """
-        rows = rows_of_split(
-            split,
-            self.path,
-            self.eval_path,
-            self._row,
-            lambda row: "\n\n".join(message.content for message in row.messages),
-            on_bad_row=self.on_bad_row,
-        )
-        return tuple(
-            Task(index, row.messages, row.answer or "", {"rubric": row.rubric})
-            for index, row in enumerate(rows)
-        )
+    def _task(self, index: int, row: _Row) -> Task:
+        return Task(index, row.messages, row.answer or "", {"rubric": row.rubric})
 
     def prepare(self) -> None:
         """Asks the judge for its models, so that a wrong address ends the run at once.

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.envs.env import Answer, Message, Split, Step, Task
+from jaxrl_post.envs.env import Answer, Message, Step, Task
 from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
 from jaxrl_post.envs.protocols.responses import messages_of, response_of, tools_of
 from jaxrl_post.envs.servers import (
@@ -18,7 +18,7 @@ from jaxrl_post.envs.servers import (
     SlowServerError,
     UnreachableError,
 )
-from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.tasks.held_out import TasksOfFiles
 from jaxrl_post.envs.tasks.ranges import require_integer
 from jaxrl_post.envs.tools.environment import ToolSession
 from jaxrl_post.envs.tools.journal import Journal
@@ -37,7 +37,7 @@ _MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class NemoGym:
+class NemoGym(TasksOfFiles[Task]):
     """Tasks of a resource server of NeMo Gym, which is not installed here.
 
     A row of the file has `responses_create_params`, with the messages and the tools of
@@ -97,29 +97,14 @@ class NemoGym:
         """A short name for logs."""
         return "nemo-gym"
 
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The tasks of a split, in the file's order.
+    def _row(self, row: Mapping[str, Any]) -> list[Task]:
+        return _row(row)
 
-        Args:
-            split: "train" or "eval".
+    def _text(self, row: Task) -> str:
+        return "\n\n".join(message.content for message in row.messages)
 
-        Raises:
-            ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet without the extra.
-            OSError: if the file cannot be read.
-        """
-        rows = rows_of_split(
-            split,
-            self.path,
-            self.eval_path,
-            _row,
-            lambda task: "\n\n".join(message.content for message in task.messages),
-            on_bad_row=self.on_bad_row,
-        )
-        return tuple(
-            Task(index, row.messages, "", row.data, row.tools)
-            for index, row in enumerate(rows)
-        )
+    def _task(self, index: int, row: Task) -> Task:
+        return Task(index, row.messages, "", row.data, row.tools)
 
     def demonstration(self, task: Task) -> None:
         """None: the server knows what is right, and does not tell."""

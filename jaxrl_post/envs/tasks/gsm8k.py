@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_post.conversations import text_of
-from jaxrl_post.envs.env import Message, Split, Step, Task, response
-from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.env import Message, Step, Task, response
+from jaxrl_post.envs.tasks.held_out import TasksOfFiles
 from jaxrl_post.envs.tasks.mathematics.answers import (
     Extraction,
     final_answer,
@@ -34,7 +34,7 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
 @dataclass(frozen=True)
-class GSM8K:
+class GSM8K(TasksOfFiles[Mapping[str, str]]):
     r"""Word problems from rows {"question": ..., "answer": "... #### 72"}.
 
     The reward is 1 if the response's final answer equals the row's, else 0:
@@ -83,26 +83,11 @@ class GSM8K:
         """A short name for logs."""
         return "gsm8k"
 
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The problems of a split, in the file's order.
+    def _row(self, row: Mapping[str, Any]) -> list[Mapping[str, str]]:
+        return _row(row)
 
-        Args:
-            split: "train" or "eval".
-
-        Raises:
-            ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet without the extra.
-            OSError: if the file cannot be read.
-        """
-        rows = rows_of_split(
-            split,
-            self.path,
-            self.eval_path,
-            _row,
-            lambda row: row["question"],
-            on_bad_row=self.on_bad_row,
-        )
-        return tuple(self._task(index, row) for index, row in enumerate(rows))
+    def _text(self, row: Mapping[str, str]) -> str:
+        return row["question"]
 
     def prepare(self) -> None:
         """Imports math-verify; otherwise the first step would wait for the import.

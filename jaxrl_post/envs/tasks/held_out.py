@@ -5,13 +5,58 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_post.envs.env import Split
+from jaxrl_post.envs.env import Split, Task
 from jaxrl_post.jsonl import OnBadRow
 from jaxrl_post.tables import Layout, read_table
 
-__all__ = ["rows_of_split", "split_of"]
+__all__ = ["TasksOfFiles", "rows_of_split", "split_of"]
 
 _LOGGER = logging.getLogger(__name__)
+
+
+class TasksOfFiles[Row]:
+    """The part of an environment that reads its tasks from files, one a row.
+
+    An environment adds `_row`, `_text` and `_task`.
+
+    Attributes:
+        path: of the training rows.
+        eval_path: of the evaluation rows; without it, one problem in ten of `path` is
+            held out by a hash of its text.
+        on_bad_row: "fail" or "skip".
+    """
+
+    path: Any
+    eval_path: str | None
+    on_bad_row: OnBadRow
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The problems of a split, in the file's order.
+
+        Args:
+            split: "train" or "eval".
+
+        Raises:
+            ValueError: at a bad row under "fail", or if the split is empty.
+            ModuleNotFoundError: for .parquet or JSON schemas without their extras.
+            OSError: if the file cannot be read.
+        """
+        rows = rows_of_split(
+            *(split, self.path, self.eval_path, self._row, self._text),
+            on_bad_row=self.on_bad_row,
+        )
+        return tuple(self._task(index, row) for index, row in enumerate(rows))
+
+    def _row(self, row: Mapping[str, Any]) -> list[Row]:
+        """A row of its fields; raises BadRowError."""
+        raise NotImplementedError
+
+    def _text(self, row: Row) -> str:
+        """The text of a row's problem, which decides about its split."""
+        raise NotImplementedError
+
+    def _task(self, index: int, row: Row) -> Task:
+        raise NotImplementedError
 
 
 def rows_of_split[Row](

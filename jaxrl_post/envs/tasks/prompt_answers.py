@@ -16,7 +16,7 @@ from jaxrl_post.envs.env import (
     response,
 )
 from jaxrl_post.envs.tasks.graders import GRADERS, Grader
-from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.tasks.held_out import TasksOfFiles
 from jaxrl_post.envs.tasks.mathematics.answers import Extraction
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
@@ -28,7 +28,7 @@ _PROMPTS = ("prompt", "messages")
 
 
 @dataclass(frozen=True)
-class PromptAnswers:
+class PromptAnswers(TasksOfFiles["_Row"]):
     r"""Tasks from a JSON Lines or Parquet file of prompts and answers.
 
     The grader computes the reward:
@@ -114,26 +114,8 @@ class PromptAnswers:
         """A short name for logs."""
         return "jsonl"
 
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The tasks of a split, in the file's order.
-
-        Args:
-            split: "train" or "eval".
-
-        Raises:
-            ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet or JSON schemas without their extras.
-            OSError: if the file cannot be read.
-        """
-        rows = rows_of_split(
-            split,
-            self.path,
-            self.eval_path,
-            self._row,
-            lambda row: row.text,
-            on_bad_row=self.on_bad_row,
-        )
-        return tuple(self._task(index, row) for index, row in enumerate(rows))
+    def _text(self, row: _Row) -> str:
+        return row.text
 
     def prepare(self) -> None:
         """Imports the library or the function that the grader needs.

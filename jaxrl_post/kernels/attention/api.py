@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.attention import tiles
 from jaxrl_post.kernels.attention.forest import require_forest
 from jaxrl_post.kernels.attention.packed import Facts, Plan, Tiles, attend_packed
-from jaxrl_post.kernels.attention.reference import attend, check_scoring, visible
+from jaxrl_post.kernels.attention.reference import PLAIN, Scoring, attend, visible
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["QUERY_TILE", "TILE", "attention"]
+__all__ = ["QUERY_TILE", "TILE", "Sight", "attention"]
 
 # Queries per tile of the "xla" implementation over a cache, which holds one tile's
 # scores at a time.
@@ -27,19 +27,34 @@ QUERY_TILE = 512
 TILE = 128
 
 
+class Sight(NamedTuple):
+    """What decides which keys a query sees, as `attention` says.
+
+    Attributes:
+        query_positions: int32 positions within the sequence.
+        kv_positions: int32 positions of the keys.
+        ends: int32 in [0, keys]: one past the last token that sees the key, 0 for
+            padding. None: each row is one sequence, and keys may be a cache's. With
+            jax.config.jax_enable_checks, `require_forest` checks them on the host.
+        indices: int32, with `ends`, if the rows are cut into chunks
+            (`sharding.Chunks`): the place of each token in its row. On a mesh the
+            devices along the rules' "context" axes then hold chunks of the same rows,
+            and keys and values go round them. None: 0, 1, 2, ...
+    """
+
+    query_positions: Int[Array, "batch queries"]
+    kv_positions: Int[Array, "batch keys"]
+    ends: Int[Array, "batch keys"] | None = None
+    indices: Int[Array, "batch keys"] | None = None
+
+
 def attention(
     query: Float[Array, "batch queries heads head_dim"],
     key: Float[Array, "batch kv_heads keys head_dim"],
     value: Float[Array, "batch kv_heads keys value_dim"],
+    sight: Sight,
     *,
-    query_positions: Int[Array, "batch queries"],
-    kv_positions: Int[Array, "batch keys"],
-    ends: Int[Array, "batch keys"] | None = None,
-    indices: Int[Array, "batch keys"] | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
+    scoring: Scoring = PLAIN,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "auto",
     interpret: bool = False,
@@ -57,21 +72,8 @@ def attention(
         query: float, any dtype.
         key: the same dtype, in the cache's layout.
         value: like `key`, but of any width.
-        query_positions: int32 positions within the sequence.
-        kv_positions: int32 positions of the keys.
-        ends: int32 in [0, keys]: one past the last token that sees the key, 0 for
-            padding. None: each row is one sequence, and keys may be a cache's. With
-            jax.config.jax_enable_checks, `require_forest` checks them on the host.
-        indices: int32, with `ends`, if the rows are cut into chunks
-            (`sharding.Chunks`): the place of each token in its row. On a mesh the
-            devices along the rules' "context" axes then hold chunks of the same rows,
-            and keys and values go round them. None: 0, 1, 2, ...
-        window: tokens that a query looks back, itself included; None for all.
-        scale: of the scores; default head_dim ** -0.5.
-        softcap: c in c tanh(scores / c), after the scale; None for no cap (Gemma 2,
-            arXiv:2408.00118).
-        sinks: one logit per query head, added to the softmax's denominator only, so
-            that a head may attend to no token (Xiao et al., arXiv:2309.17453).
+        sight: positions, and the ends of packed rows.
+        scoring: window, scale, cap and sinks.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
         implementation: "xla" and, on TPUs, "pallas_tpu" and, on Hopper GPUs,
             "pallas_gpu" compute tiles of scores, with `ends` only those that hold a
@@ -96,6 +98,7 @@ def attention(
         Ainslie et al., GQA, arXiv:2305.13245.
         Liu et al., Ring Attention, arXiv:2310.01889.
     """
+    query_positions, kv_positions, ends, indices = sight
     heads, kv_heads = query.shape[2], key.shape[1]
     if heads % kv_heads:
         raise ValueError(
@@ -107,7 +110,9 @@ def attention(
             "attention: with ends, queries and keys are the same tokens; got "
             f"{query.shape[1]} queries a row and ends of shape {ends.shape}"
         )
-    check_scoring("attention", window, softcap)
+    scoring = scoring.checked("attention", query.shape[3])
+    window, scale, softcap, sinks = scoring
+    assert scale is not None
     if ends is not None and indices is None and jax.config.jax_enable_checks:
         jax.debug.callback(require_forest, ends)
     problem = _unsupported_on_gpu(query.shape[-1], value.shape[-1])
@@ -118,14 +123,12 @@ def attention(
         kernels={"pallas_tpu": None, "pallas_gpu": problem},
         interpret=interpret,
     )
-    factor = query.shape[3] ** -0.5 if scale is None else scale
     ring = _ring(query.shape[0], ends, indices, rules, implementation)
 
     queries = query.shape[1]
     small = implementation == "xla" and queries <= TILE and indices is None
     if ends is not None and implementation != "reference" and not small:
-        scoring = float(factor), window, softcap
-        computed = _tiles(implementation, scoring, interpret)
+        computed = _tiles(implementation, (scale, window, softcap), interpret)
         if indices is None:
             indices = jnp.arange(queries, dtype=jnp.int32)
             indices = jnp.broadcast_to(indices, ends.shape)
@@ -134,7 +137,7 @@ def attention(
 
     def block(query: Array, positions: Array) -> Array:
         mask = visible(positions, kv_positions, ends, window)
-        return attend(query, key, value, mask, factor, softcap, sinks)
+        return attend(query, key, value, mask, scale, softcap, sinks)
 
     if ends is not None or implementation == "reference" or queries <= QUERY_TILE:
         return block(query, query_positions)

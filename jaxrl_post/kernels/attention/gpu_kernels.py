@@ -20,7 +20,9 @@ from jaxrl_post.types import Array
 __all__ = [
     "OWN_ROWS",
     "SWIZZLED",
+    "Buffers",
     "Sizes",
+    "Work",
     "forward_kernel",
     "key_kernel",
     "key_parts",
@@ -99,6 +101,52 @@ class Sizes(NamedTuple):
         return cls(2, 32 if name == "attention_query" else 64, 2)
 
 
+class Work(NamedTuple):
+    """What all blocks of threads of a kernel have in common.
+
+    Attributes:
+        settings: static.
+        shape: static.
+        sizes: static.
+        begins: where each block's part of the list begins, and the last one ends.
+        others: the list.
+        of_query: facts of queries.
+        of_key: facts of keys.
+    """
+
+    settings: Settings
+    shape: Shape
+    sizes: Sizes
+    begins: Any
+    others: Any
+    of_query: Any
+    of_key: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory and barriers of a block of threads.
+
+    Attributes:
+        staying: its own tokens.
+        passing: slots of what passes.
+        rounded: weights.
+        facts: of what passes.
+        by_column: numbers of the queries that pass; none where keys do.
+        ready: barrier: what stays has arrived.
+        loaded: barriers: operands have arrived.
+        consumed: barriers: operands have been used.
+    """
+
+    staying: Any
+    passing: Any
+    rounded: Any
+    facts: Any
+    by_column: Any
+    ready: Any
+    loaded: Any
+    consumed: Any
+
+
 class _Block(NamedTuple):
     """The work of one block of threads.
 
@@ -135,15 +183,13 @@ class _Block(NamedTuple):
     @classmethod
     def here(
         cls,
-        shape: Shape,
-        sizes: Sizes,
-        begins: Any,
-        others: Any,
-        barriers: tuple[Any, Any],
+        work: Work,
+        buffers: Buffers,
         *,
         by_key: bool = False,
         each: int = 1,
     ) -> "_Block":
+        _, shape, sizes, begins, others, *_ = work
         number, own = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
         half = own if sizes.halves > 1 else 0
         blocks = shape.length // sizes.rows
@@ -158,6 +204,7 @@ class _Block(NamedTuple):
         rows = pl.ds(block * sizes.rows + half * OWN_ROWS, OWN_ROWS)
         passing = shape.length // sizes.passing
         place = row, block, own, half, rows
+        barriers = buffers.loaded, buffers.consumed
         return cls(sizes, *place, begin, steps, each, others, passing, *barriers)
 
     def slot(self, step: Any) -> Any:
@@ -197,33 +244,16 @@ class _Block(NamedTuple):
 
 
 def forward_kernel(
-    settings: Settings,
-    shape: Shape,
-    sizes: Sizes,
-    begins: Any,
-    others: Any,
-    of_query: Any,
-    of_key: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    normalizer: Any,
-    staying: Any,
-    passing: Any,
-    rounded: Any,
-    facts: Any,
-    _: Any,
-    ready: Any,
-    loaded: Any,
-    consumed: Any,
+    work: Work, inputs: Sequence[Any], results: Sequence[Any], buffers: Buffers
 ) -> None:
     """Writes `out` and `normalizer`, the log of each query's sum, of a tile of queries.
 
     The tile stays in shared memory while the tiles of keys that it sees pass.
     """
-    block = _Block.here(shape, sizes, begins, others, (loaded, consumed))
-    head = jax.lax.axis_index("head")
+    settings, shape, sizes, _, _, of_query, of_key = work
+    (query, key, value), (out, normalizer) = inputs, results
+    staying, passing, rounded, facts, _, ready, loaded, consumed = buffers
+    block, head = _Block.here(work, buffers), jax.lax.axis_index("head")
     row = block.row
 
     @pl.when(block.own == 2)
@@ -279,35 +309,16 @@ def forward_kernel(
 
 
 def query_kernel(
-    settings: Settings,
-    shape: Shape,
-    sizes: Sizes,
-    begins: Any,
-    others: Any,
-    of_query: Any,
-    of_key: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    towards: Any,
-    normalizer: Any,
-    inner: Any,
-    d_query: Any,
-    staying: Any,
-    passing: Any,
-    rounded: Any,
-    facts: Any,
-    _: Any,
-    ready: Any,
-    loaded: Any,
-    consumed: Any,
+    work: Work, inputs: Sequence[Any], results: Sequence[Any], buffers: Buffers
 ) -> None:
     """Writes `d_query` of a tile of queries, past which the keys that it sees pass.
 
     `towards` is the gradient of the output, `inner` its product with the output.
     """
-    block = _Block.here(shape, sizes, begins, others, (loaded, consumed))
-    head = jax.lax.axis_index("head")
+    settings, shape, sizes, _, _, of_query, of_key = work
+    (query, key, value, towards, normalizer, inner), (d_query,) = inputs, results
+    staying, passing, rounded, facts, _, ready, loaded, consumed = buffers
+    block, head = _Block.here(work, buffers), jax.lax.axis_index("head")
     row = block.row
 
     @pl.when(block.own == 2)
@@ -352,40 +363,19 @@ def query_kernel(
 
 
 def key_kernel(
-    settings: Settings,
-    shape: Shape,
-    sizes: Sizes,
-    begins: Any,
-    others: Any,
-    of_query: Any,
-    of_key: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    towards: Any,
-    normalizer: Any,
-    inner: Any,
-    d_key: Any,
-    d_value: Any,
-    staying: Any,
-    passing: Any,
-    rounded: Any,
-    facts: Any,
-    by_column: Any,
-    ready: Any,
-    loaded: Any,
-    consumed: Any,
+    work: Work, inputs: Sequence[Any], results: Sequence[Any], buffers: Buffers
 ) -> None:
     """Writes `d_key` and `d_value` of a tile of keys, past which its queries pass.
 
     `towards` is the gradient of the output, `inner` its product with the output. Both
     gradients have the sums of each part of a head's group (`key_parts`).
     """
+    settings, shape, sizes, _, _, of_query, of_key = work
+    (query, key, value, towards, normalizer, inner), (d_key, d_value) = inputs, results
+    staying, passing, rounded, facts, by_column, ready, loaded, consumed = buffers
     parts = d_key.shape[1] // shape.kv_heads
     each = shape.group // parts
-    block = _Block.here(
-        *(shape, sizes, begins, others, (loaded, consumed)), by_key=True, each=each
-    )
+    block = _Block.here(work, buffers, by_key=True, each=each)
     part = jax.lax.axis_index("head")
     head = jax.lax.div(part, parts)
     row = block.row
@@ -438,11 +428,11 @@ def key_kernel(
                 body = functools.partial(step, totals)
                 jax.lax.fori_loop(0, block.steps, body, None)
                 for name, total in totals.items():
-                    store(results[name].at[row, part, block.rows], total[...])
+                    store(gradients[name].at[row, part, block.rows], total[...])
 
             pl.run_scoped(sums, *(_accumulator(widths[name]) for name in names))
 
-        results = {"key": d_key, "value": d_value}
+        gradients = {"key": d_key, "value": d_value}
         widths = {"key": shape.head_dim, "value": shape.value_dim}
         if sizes.halves > 1:
             compute("key", "value")

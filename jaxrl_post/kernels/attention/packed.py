@@ -24,7 +24,15 @@ from jax.typing import DTypeLike
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.types import Array, Int
 
-__all__ = ["Facts", "Plan", "Tiles", "attend_packed", "padded_facts"]
+__all__ = [
+    "Facts",
+    "Operands",
+    "Plan",
+    "Tiles",
+    "Towards",
+    "attend_packed",
+    "padded_facts",
+]
 
 
 class Facts(NamedTuple):
@@ -52,29 +60,50 @@ def padded_facts(facts: Facts, length: int) -> Facts:
     return Facts(indices, positions, jnp.pad(facts.ends, widths))
 
 
+class Operands(NamedTuple):
+    """What queries attend to.
+
+    Attributes:
+        query: [batch, length, heads, head_dim].
+        key: [batch, kv_heads, length, head_dim].
+        value: [batch, kv_heads, length, value_dim].
+        of_query: of the queries.
+        of_key: of the keys.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    of_query: Facts
+    of_key: Facts
+
+
+class Towards(NamedTuple):
+    """What the backward pass begins with.
+
+    Attributes:
+        cotangent: of the result, [batch, length, heads, value_dim].
+        normalizer: log-sum-exp of all scores of a query, also of those with other keys;
+            float32 [batch, length, heads].
+        inner: result times cotangent, summed over value_dim; like `normalizer`.
+    """
+
+    cotangent: Array
+    normalizer: Array
+    inner: Array
+
+
 @runtime_checkable
 class Tiles(Protocol):
     """An implementation, with its static settings; hashable."""
 
     def forward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array]:
         """Attends from queries to keys.
 
         Args:
-            query: [batch, length, heads, head_dim].
-            key: [batch, kv_heads, length, head_dim].
-            value: [batch, kv_heads, length, value_dim].
-            of_query: of the queries.
-            of_key: of the keys.
+            operands: arrays and facts.
             dtype: of the first result.
             aligned: whether queries and keys are the same tokens, in order.
 
@@ -86,34 +115,9 @@ class Tiles(Protocol):
         ...
 
     def backward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        cotangent: Array,
-        normalizer: Array,
-        inner: Array,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, towards: Towards, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array, Array]:
-        """Returns the gradients of query, key and value, in `dtype`.
-
-        Args:
-            query: as in `forward`.
-            key: as in `forward`.
-            value: as in `forward`.
-            of_query: as in `forward`.
-            of_key: as in `forward`.
-            cotangent: of the result, [batch, length, heads, value_dim].
-            normalizer: log-sum-exp of all scores of a query, also of those with other
-                keys; float32 [batch, length, heads].
-            inner: result times cotangent, summed over value_dim; like `normalizer`.
-            dtype: of the results.
-            aligned: as in `forward`.
-        """
+        """Returns the gradients of query, key and value, in `dtype`."""
         ...
 
 
@@ -171,12 +175,12 @@ def _forward(
     dtype = query.dtype if whole else jnp.float32
     run = functools.partial(plan.tiles.forward, dtype=dtype, aligned=plan.devices == 1)
     if plan.devices == 1:
-        out, normalizer = run(query, key, value, facts, facts)
+        out, normalizer = run(Operands(query, key, value, facts, facts))
     else:
 
         def add(state: tuple[Array, Array], chunk: tuple) -> tuple[Array, Array]:
             key, value, of_key = chunk
-            return _merged(state, run(query, key, value, facts, of_key))
+            return _merged(state, run(Operands(query, key, value, facts, of_key)))
 
         empty = (
             jnp.zeros((*query.shape[:3], value.shape[-1]), jnp.float32),
@@ -198,11 +202,10 @@ def _backward(plan: Plan, saved: tuple, cotangent: Array) -> tuple:
     inner = (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(axis=-1)
 
     def run(key: Array, value: Array, of_key: Facts, dtype: DTypeLike) -> tuple:
-        return plan.tiles.backward(
-            *(query, key, value, facts, of_key, cotangent, normalizer, inner),
-            dtype=dtype,
-            aligned=plan.devices == 1,
-        )
+        operands = Operands(query, key, value, facts, of_key)
+        towards = Towards(cotangent, normalizer, inner)
+        aligned = plan.devices == 1
+        return plan.tiles.backward(operands, towards, dtype, aligned=aligned)
 
     if plan.devices == 1:
         gradients = run(key, value, facts, query.dtype)

@@ -19,7 +19,6 @@ References:
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,14 +30,16 @@ from jax.typing import DTypeLike
 from jaxrl_post.kernels.attention.gpu_kernels import (
     OWN_ROWS,
     SWIZZLED,
+    Buffers,
     Sizes,
+    Work,
     forward_kernel,
     key_kernel,
     key_parts,
     query_kernel,
 )
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, Tile, TileList
-from jaxrl_post.kernels.attention.packed import Facts, padded_facts
+from jaxrl_post.kernels.attention.packed import Operands, Towards, padded_facts
 from jaxrl_post.types import Array
 
 __all__ = ["GpuTiles"]
@@ -51,25 +52,14 @@ class GpuTiles:
     settings: Settings
 
     def forward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array]:
         """As `Tiles` has it."""
-        call = _Call.of(
-            *(self.settings, "attention_forward", query, key, value),
-            *(of_query, of_key, aligned),
-        )
-        shape, length = call.shape, query.shape[1]
+        call = _Call.of(self.settings, "attention_forward", operands, aligned)
+        shape, length = call.shape, operands.query.shape[1]
         out, normalizer = call(
             forward_kernel,
-            [call.queries(query), call.keys(key), call.keys(value)],
+            call.inputs(operands),
             [
                 shape.of_queries(shape.value_dim, dtype),
                 jax.ShapeDtypeStruct(
@@ -77,49 +67,30 @@ class GpuTiles:
                 ),
             ],
         )
-        out = out.swapaxes(1, 2)[:, :length, :, : value.shape[-1]]
+        out = out.swapaxes(1, 2)[:, :length, :, : operands.value.shape[-1]]
         return out, normalizer.swapaxes(1, 2)[:, :length]
 
     def backward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        cotangent: Array,
-        normalizer: Array,
-        inner: Array,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, towards: Towards, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array, Array]:
         """As `Tiles` has it."""
-        facts, length = (of_query, of_key, aligned), query.shape[1]
-        towards = cotangent.astype(query.dtype)
+        query, key, value, *_ = operands
+        cotangent, *numbers = towards
+        length, d_out = query.shape[1], cotangent.astype(query.dtype)
 
         def of(name: str) -> tuple[_Call, list[Array]]:
-            call = _Call.of(self.settings, name, query, key, value, *facts)
-            queries, keys = call.queries, call.keys
-            rows = [
-                call.shape.queries(a[..., None])[..., 0] for a in (normalizer, inner)
-            ]
-            return call, [
-                queries(query),
-                keys(key),
-                keys(value),
-                queries(towards),
-                *rows,
-            ]
+            call = _Call.of(self.settings, name, operands, aligned)
+            rows = [call.shape.queries(a[..., None])[..., 0] for a in numbers]
+            return call, [*call.inputs(operands), call.queries(d_out), *rows]
 
-        call, operands = of("attention_query")
+        call, arrays = of("attention_query")
         shape = call.shape
         (d_query,) = call(
             query_kernel,
-            operands,
+            arrays,
             [shape.of_queries(shape.head_dim, dtype)],
         )
-        call, operands = of("attention_key")
+        call, arrays = of("attention_key")
         shape, parts = call.shape, call.parts
 
         def of_parts(width: int) -> jax.ShapeDtypeStruct:
@@ -137,7 +108,7 @@ class GpuTiles:
 
         d_key, d_value = call(
             key_kernel,
-            operands,
+            arrays,
             [of_parts(shape.head_dim), of_parts(shape.value_dim)],
         )
         return (
@@ -174,14 +145,11 @@ class _Call(NamedTuple):
         cls,
         settings: Settings,
         name: str,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
+        operands: Operands,
         aligned: bool,
     ) -> "_Call":
-        arrays = [_widened(array) for array in (query, key, value)]
+        *arrays, of_query, of_key = operands
+        arrays = [_widened(array) for array in arrays]
         sizes = Sizes.of(name, arrays[1].shape[-1], arrays[2].shape[-1])
         by_key, cut = name == "attention_key", (sizes.rows, sizes.passing)
         tile = Tile(*(reversed(cut) if by_key else cut))
@@ -199,8 +167,11 @@ class _Call(NamedTuple):
     def queries(self, array: Array) -> Array:
         return self.shape.queries(_widened(array))
 
-    def keys(self, array: Array) -> Array:
-        return self.shape.padded(_widened(array), 2)
+    def inputs(self, operands: Operands) -> list[Array]:
+        """What every kernel reads: queries, keys and values."""
+        query, *of_keys = operands[:3]
+        keys = (self.shape.padded(_widened(array), 2) for array in of_keys)
+        return [self.queries(query), *keys]
 
     def __call__(
         self,
@@ -229,8 +200,14 @@ class _Call(NamedTuple):
         copies = 3 + 2 * by_key
         heads = shape.kv_heads * self.parts if by_key else shape.heads
         halves, passing, slots = sizes
+        last = 4 + len(operands)
+
+        def body(*refs: Any) -> None:
+            work = Work(self.settings, shape, sizes, *refs[:4])
+            kernel(work, refs[4:last], refs[last:-8], Buffers(*refs[-8:]))
+
         return plgpu.kernel(
-            functools.partial(kernel, self.settings, shape, sizes),
+            body,
             out_type=list(results),
             scratch_types=[
                 [staged(halves, OWN_ROWS, width) for width in staying],

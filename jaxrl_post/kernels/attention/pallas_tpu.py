@@ -17,6 +17,7 @@ References:
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, TileList
-from jaxrl_post.kernels.attention.packed import Facts, padded_facts
+from jaxrl_post.kernels.attention.packed import Operands, Towards, padded_facts
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.mosaic import VMEM_BYTES, product
 from jaxrl_post.types import Array
@@ -46,74 +47,54 @@ class TpuTiles:
     settings: Settings
 
     def forward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array]:
         """As `Tiles` has it."""
-        facts = of_query, of_key, aligned
-        call = _Call.of(self.settings, "forward", query, key, value, *facts)
+        call = _Call.of(self.settings, "forward", operands, aligned)
         shape = call.shape
         out, normalizer = call(
             _forward_kernel,
-            call.inputs(query, key, value),
+            call.inputs(operands),
             [
                 ("query", shape.of_queries(shape.value_dim, dtype)),
                 ("lanes", shape.of_lanes()),
             ],
             [(1, shape.lanes), (1, shape.lanes), (shape.value_dim, shape.lanes)],
         )
-        length = query.shape[1]
+        length = operands.query.shape[1]
         return out.swapaxes(1, 2)[:, :length], shape.by_query(normalizer)[:, :length]
 
     def backward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        cotangent: Array,
-        normalizer: Array,
-        inner: Array,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, towards: Towards, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array, Array]:
         """As `Tiles` has it."""
-        facts = of_query, of_key, aligned
+        cotangent, *numbers = towards
 
         def of(kernel: str) -> tuple[_Call, list[tuple[str, Array]]]:
-            call = _Call.of(self.settings, kernel, query, key, value, *facts)
-            towards = ("query", call.shape.queries(cotangent))
-            lanes = [("lanes", call.shape.by_lane(a)) for a in (normalizer, inner)]
-            return call, [*call.inputs(query, key, value), towards, *lanes]
+            call = _Call.of(self.settings, kernel, operands, aligned)
+            d_out = ("query", call.shape.queries(cotangent))
+            lanes = [("lanes", call.shape.by_lane(a)) for a in numbers]
+            return call, [*call.inputs(operands), d_out, *lanes]
 
-        call, operands = of("query")
+        call, arrays = of("query")
         shape = call.shape
         (d_query,) = call(
             _query_kernel,
-            operands,
+            arrays,
             [("query", shape.of_queries(shape.head_dim, dtype))],
             [(shape.head_dim, shape.lanes)],
         )
-        call, operands = of("key")
+        call, arrays = of("key")
         d_key, d_value = call(
             _key_kernel,
-            operands,
+            arrays,
             [
                 ("key", shape.of_keys(shape.head_dim, dtype)),
                 ("key", shape.of_keys(shape.value_dim, dtype)),
             ],
             [(shape.tile.keys, width) for width in (shape.head_dim, shape.value_dim)],
         )
-        length = query.shape[1]
+        length = operands.query.shape[1]
         return (
             d_query.swapaxes(1, 2)[:, :length],
             d_key[:, :, :length],
@@ -145,14 +126,11 @@ class _Call(NamedTuple):
         cls,
         settings: Settings,
         kernel: str,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
+        operands: Operands,
         aligned: bool,
     ) -> "_Call":
-        shape = Shape.of(settings, query, key, value)
+        *arrays, of_query, of_key = operands
+        shape = Shape.of(settings, *arrays)
         of_query, of_key = (padded_facts(f, shape.length) for f in (of_query, of_key))
         by_key = kernel == "key"
         tiles = TileList.of(settings, shape, by_key, of_query, of_key, aligned)
@@ -170,9 +148,9 @@ class _Call(NamedTuple):
         )
         return cls(settings, kernel, shape, tiles, facts)
 
-    def inputs(self, query: Array, key: Array, value: Array) -> list[tuple[str, Array]]:
+    def inputs(self, operands: Operands) -> list[tuple[str, Array]]:
         """What every kernel reads."""
-        shape = self.shape
+        (query, key, value, *_), shape = operands, self.shape
         return [
             ("query", shape.queries(query)),
             ("key", shape.padded(key, 2)),
@@ -218,8 +196,15 @@ class _Call(NamedTuple):
             # The interpreter that looks for races knows no grid that is decided at run
             # time. Kernels skip what lies behind the last tile.
             num_tiles = self.tiles.sums.shape[0]
+        ends = itertools.accumulate(map(len, (operands, results, scratch)), initial=3)
+        parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+
+        def body(*refs: Any) -> None:
+            task = _Task.here(*refs[:3])
+            kernel(self.settings, shape, task, *(refs[part] for part in parts))
+
         return pl.pallas_call(
-            functools.partial(kernel, self.settings, shape),
+            body,
             out_shape=[result for _, result in results],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=3,
@@ -274,21 +259,13 @@ class _Task(NamedTuple):
 def _forward_kernel(
     settings: Settings,
     shape: Shape,
-    sums: Any,
-    others: Any,
-    count: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    of_query: Any,
-    of_key: Any,
-    out: Any,
-    normalizer: Any,
-    top: Any,
-    total: Any,
-    mixed: Any,
+    task: _Task,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    scratch: Sequence[Any],
 ) -> None:
-    task = _Task.here(sums, others, count)
+    query, key, value, of_query, of_key = inputs
+    (out, normalizer), (top, total, mixed) = results, scratch
 
     @pl.when(task.first & task.real)
     def _() -> None:
@@ -322,23 +299,14 @@ def _forward_kernel(
 def _query_kernel(
     settings: Settings,
     shape: Shape,
-    sums: Any,
-    others: Any,
-    count: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    of_query: Any,
-    of_key: Any,
-    towards: Any,
-    normalizer: Any,
-    inner: Any,
-    d_query: Any,
-    total: Any,
+    task: _Task,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    scratch: Sequence[Any],
 ) -> None:
-    task = _Task.here(sums, others, count)
-    operands = query, key, value, of_query, of_key, towards, normalizer, inner
-    gradients = functools.partial(_d_scores, settings, shape, operands)
+    key = inputs[1]
+    (d_query,), (total,) = results, scratch
+    gradients = functools.partial(_d_scores, settings, shape, inputs)
 
     @pl.when(task.first & task.real)
     def _() -> None:
@@ -358,25 +326,14 @@ def _query_kernel(
 def _key_kernel(
     settings: Settings,
     shape: Shape,
-    sums: Any,
-    others: Any,
-    count: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    of_query: Any,
-    of_key: Any,
-    towards: Any,
-    normalizer: Any,
-    inner: Any,
-    d_key: Any,
-    d_value: Any,
-    key_total: Any,
-    value_total: Any,
+    task: _Task,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    scratch: Sequence[Any],
 ) -> None:
-    task = _Task.here(sums, others, count)
-    operands = query, key, value, of_query, of_key, towards, normalizer, inner
-    gradients = functools.partial(_d_scores, settings, shape, operands)
+    query, towards = inputs[0], inputs[5]
+    (d_key, d_value), (key_total, value_total) = results, scratch
+    gradients = functools.partial(_d_scores, settings, shape, inputs)
 
     @pl.when(task.first & task.real)
     def _() -> None:
@@ -423,11 +380,11 @@ def _scores(
 def _d_scores(
     settings: Settings,
     shape: Shape,
-    operands: tuple[Any, ...],
+    inputs: Sequence[Any],
     masked: bool,
 ) -> tuple[Array, Array]:
     """Weights of a tile and the gradient of its products, [keys, lanes]."""
-    query, key, value, of_query, of_key, towards, normalizer, inner = operands
+    query, key, value, of_query, of_key, towards, normalizer, inner = inputs
     queries = query[...].reshape(shape.lanes, shape.head_dim)
     d_out = towards[...].reshape(shape.lanes, shape.value_dim)
     scores = _scores(settings, queries, key[...], of_query[...], of_key, masked)

@@ -1,25 +1,54 @@
 """Reference implementation of attention, with all scores in memory."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from jaxrl_post.types import Array, Bool, Float
 
-__all__ = ["attend", "check_scoring", "visible"]
+__all__ = ["PLAIN", "Scoring", "attend", "visible"]
 
 # Finite, so that a query that sees no key gives numbers, not NaN.
 MASKED = -1e30
 
 
-def check_scoring(operation: str, window: int | None, softcap: float | None) -> None:
-    """Raises ValueError for an empty window, or a cap that is not positive."""
-    if window is not None and window < 1:
-        raise ValueError(
-            f"{operation}: window must be at least 1, the query itself, or None; "
-            f"got {window}"
-        )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{operation}: softcap must be > 0 or None; got {softcap}")
+class Scoring(NamedTuple):
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        window: tokens that a query looks back, itself included; None for all.
+        scale: of the scores; None: head_dim ** -0.5.
+        softcap: c in c tanh(scores / c), after the scale; None for no cap (Gemma 2,
+            arXiv:2408.00118).
+        sinks: one logit per query head, added to the softmax's denominator only, so
+            that a head may attend to no token (Xiao et al., arXiv:2309.17453).
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Float[Array, " heads"] | None = None
+
+    def checked(self, operation: str, head_dim: int) -> "Scoring":
+        """The same with a scale.
+
+        Raises:
+            ValueError: the window is empty, or the cap is not positive.
+        """
+        window, softcap = self.window, self.softcap
+        if window is not None and window < 1:
+            raise ValueError(
+                f"{operation}: window must be at least 1, the query itself, or None; "
+                f"got {window}"
+            )
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"{operation}: softcap must be > 0 or None; got {softcap}")
+        scale = head_dim**-0.5 if self.scale is None else float(self.scale)
+        return self._replace(scale=scale)
+
+
+PLAIN = Scoring()
 
 
 def visible(

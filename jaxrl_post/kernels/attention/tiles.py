@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxrl_post.kernels.attention.packed import Facts, padded_facts
+from jaxrl_post.kernels.attention.packed import Facts, Operands, Towards, padded_facts
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.types import Array
 
@@ -69,49 +69,31 @@ class XlaTiles:
     settings: Settings
 
     def forward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array]:
         """As `Tiles` has it."""
         run = functools.partial(_attended, self.settings, dtype, aligned)
-        return self._on_platform(run, query, key, value, of_query, of_key)
+        return self._on_platform(run, operands)
 
     def backward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        of_query: Facts,
-        of_key: Facts,
-        cotangent: Array,
-        normalizer: Array,
-        inner: Array,
-        dtype: DTypeLike,
-        *,
-        aligned: bool,
+        self, operands: Operands, towards: Towards, dtype: DTypeLike, *, aligned: bool
     ) -> tuple[Array, Array, Array]:
         """As `Tiles` has it."""
         run = functools.partial(_gradients, self.settings, dtype, aligned)
-        of_queries = cotangent, normalizer, inner
-        return self._on_platform(run, query, key, value, of_query, of_key, *of_queries)
+        return self._on_platform(run, operands, towards)
 
-    def _on_platform(self, function: Callable, query: Array, *others: Any) -> Any:
+    def _on_platform(self, function: Callable, operands: Operands, *others: Any) -> Any:
         """Calls `function` with the number of tiles at a time that suits it."""
-        one = query.shape[2] * self.settings.tile**2 * 4
+        one = operands.query.shape[2] * self.settings.tile**2 * 4
 
         def run(size: int) -> Callable:
             return functools.partial(function, max(1, size // one))
 
         # Decided when the program is lowered, which may be for another platform.
         return jax.lax.platform_dependent(
-            query, *others, cpu=run(SCORE_BYTES), default=run(ACCELERATOR_SCORE_BYTES)
+            *(operands, *others),
+            cpu=run(SCORE_BYTES),
+            default=run(ACCELERATOR_SCORE_BYTES),
         )
 
 
@@ -120,16 +102,13 @@ def _attended(
     dtype: DTypeLike,
     aligned: bool,
     chunk: int,
-    query: Array,
-    key: Array,
-    value: Array,
-    of_query: Facts,
-    of_key: Facts,
+    operands: Operands,
 ) -> tuple[Array, Array]:
+    query, key, value, *facts = operands
     batch, length, kv_heads = *query.shape[:2], key.shape[1]
     queries = _query_blocks(query, kv_heads, settings.tile)
     keys, values = (_key_blocks(array, settings.tile) for array in (key, value))
-    facts, tasks = _cut(settings, aligned, chunk, batch, of_query, of_key)
+    between, tasks = _cut(settings, aligned, chunk, *facts)
     blocks, _, rows, _ = queries.shape
     top = jnp.full((blocks, kv_heads, rows), MASKED, jnp.float32)
     total = jnp.zeros_like(top)
@@ -137,7 +116,7 @@ def _attended(
 
     def step(number: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         q, k = _chunk(tasks, number, chunk)
-        scores, seen = _scores(settings, queries, keys, facts, q, k)
+        scores, seen = _scores(settings, queries, keys, between, q, k)
         top, total, mixed = (_take(array, q) for array in state)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0)
@@ -167,28 +146,24 @@ def _gradients(
     dtype: DTypeLike,
     aligned: bool,
     chunk: int,
-    query: Array,
-    key: Array,
-    value: Array,
-    of_query: Facts,
-    of_key: Facts,
-    cotangent: Array,
-    normalizer: Array,
-    inner: Array,
+    operands: Operands,
+    towards: Towards,
 ) -> tuple[Array, Array, Array]:
+    query, key, value, *facts = operands
+    cotangent, normalizer, inner = towards
     batch, length, kv_heads = *query.shape[:2], key.shape[1]
     split = functools.partial(_query_blocks, kv_heads=kv_heads, tile=settings.tile)
-    queries, towards = split(query), split(cotangent)
+    queries, d_outs = split(query), split(cotangent)
     normalizer, inner = (split(a[..., None])[..., 0] for a in (normalizer, inner))
     keys, values = (_key_blocks(array, settings.tile) for array in (key, value))
-    facts, tasks = _cut(settings, aligned, chunk, batch, of_query, of_key)
+    between, tasks = _cut(settings, aligned, chunk, *facts)
 
     def step(number: Array, grads: tuple[Array, ...]) -> tuple[Array, ...]:
         q, k = _chunk(tasks, number, chunk)
-        scores, seen = _scores(settings, queries, keys, facts, q, k)
+        scores, seen = _scores(settings, queries, keys, between, q, k)
         weights = jnp.exp(scores - _take(normalizer, q)[..., None])
         weights = jnp.where(seen, weights, 0.0)
-        d_out, chosen = _take(towards, q), _take(values, k)
+        d_out, chosen = _take(d_outs, q), _take(values, k)
         d_weights = _product("cnqd,cnkd->cnqk", d_out, chosen)
         d_scores = weights * (d_weights - _take(inner, q)[..., None])
         if settings.softcap is not None:
@@ -219,7 +194,6 @@ def _cut(
     settings: Settings,
     aligned: bool,
     chunk: int,
-    batch: int,
     of_query: Facts,
     of_key: Facts,
 ) -> tuple[tuple[Facts, Facts], _Tasks]:

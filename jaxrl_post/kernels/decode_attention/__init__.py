@@ -1,10 +1,12 @@
 """Attention of decoding: keys that several sequences share, and keys of each alone."""
 
-from jaxrl_post.kernels.decode_attention.api import SharedKeys, decode_attention
+from jaxrl_post.kernels.decode_attention.api import decode_attention
 from jaxrl_post.kernels.decode_attention.quantized import (
     CODE_DTYPES,
     Entries,
+    OwnKeys,
     QuantizedEntries,
+    SharedKeys,
     quantize_entries,
 )
 from jaxrl_post.kernels.decode_attention.write import write_entries
@@ -12,6 +14,7 @@ from jaxrl_post.kernels.decode_attention.write import write_entries
 __all__ = [
     "CODE_DTYPES",
     "Entries",
+    "OwnKeys",
     "QuantizedEntries",
     "SharedKeys",
     "decode_attention",

@@ -2,60 +2,38 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.attention.reference import check_scoring
-from jaxrl_post.kernels.decode_attention.quantized import QuantizedEntries
+from jaxrl_post.kernels.attention.reference import PLAIN, Scoring
+from jaxrl_post.kernels.decode_attention.quantized import (
+    OwnKeys,
+    QuantizedEntries,
+    SharedKeys,
+)
 from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
 from jaxrl_post.kernels.decode_attention.xla import Part, attend_in_parts, part_of_keys
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["SharedKeys", "decode_attention"]
+__all__ = ["decode_attention"]
 
 # Heads of the "pallas_gpu" implementation: the least, the largest, and the largest
 # where keys are the values too.
 GPU_WIDTHS = 64, 256, 576
 
 
-class SharedKeys(NamedTuple):
-    """Keys and values that groups of sequences share, such as a prompt's.
-
-    Attributes:
-        key: [groups, kv_heads, keys, head_dim].
-        value: like `key`, but of any width; None where the keys are the values too.
-        positions: int32; NO_TOKEN (the largest int32) for an entry without a token.
-        places: int32 [batch]: sequence b is member m of group g if places[b] is
-            g * members + m. No two sequences have the same place; a value of
-            groups * members or more is that of a sequence that shares nothing. On a
-            mesh that splits the batch, each device counts its own groups from 0.
-        members: places in a group.
-    """
-
-    key: Float[Array, "groups kv_heads keys head_dim"] | QuantizedEntries
-    value: Float[Array, "groups kv_heads keys value_dim"] | QuantizedEntries | None
-    positions: Int[Array, "groups keys"]
-    places: Int[Array, " batch"]
-    members: int
-
-
 def decode_attention(
     query: Float[Array, "batch queries heads head_dim"],
-    key: Float[Array, "batch kv_heads keys head_dim"] | QuantizedEntries,
-    value: Float[Array, "batch kv_heads keys value_dim"] | QuantizedEntries | None,
-    *,
+    own: OwnKeys,
     query_positions: Int[Array, "batch queries"],
-    kv_positions: Int[Array, "batch keys"],
+    *,
     shared: SharedKeys | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
+    scoring: Scoring = PLAIN,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "auto",
     interpret: bool = False,
@@ -69,17 +47,10 @@ def decode_attention(
 
     Args:
         query: float, any dtype.
-        key: the same dtype, or quantised: a score is multiplied by its key's scale,
-            and a weight by its value's.
-        value: like `key`, but of any width; None where the keys are the values too, in
-            both parts.
+        own: keys of each sequence alone.
         query_positions: int32.
-        kv_positions: int32, of the own keys.
         shared: the shared keys; None if there are none.
-        window: as in `attention`.
-        scale: as in `attention`.
-        softcap: as in `attention`.
-        sinks: as in `attention`.
+        scoring: as in `attention`.
         rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
         implementation: "auto" takes "pallas_tpu" on a TPU, "pallas_gpu" on a Hopper
             GPU in bfloat16, with heads that it can read, and "xla" elsewhere;
@@ -100,6 +71,7 @@ def decode_attention(
         Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes,
         arXiv:2402.05099.
     """
+    key, value, kv_positions = own
     heads, kv_heads = query.shape[2], key.shape[1]
     if heads % kv_heads:
         raise ValueError(
@@ -116,7 +88,7 @@ def decode_attention(
             "decode_attention: where the keys are the values too, they are so in both "
             "parts; value is None, or shared.value, but not both"
         )
-    check_scoring("decode_attention", window, softcap)
+    scoring = scoring.checked("decode_attention", query.shape[3])
     implementation = choose(
         "decode_attention",
         implementation,
@@ -124,22 +96,22 @@ def decode_attention(
         kernels={"pallas_tpu": None, "pallas_gpu": _unsupported_on_gpu(key, value)},
         interpret=interpret,
     )
-    factor = query.shape[3] ** -0.5 if scale is None else float(scale)
-    attend = attend_concatenated
+    attend: Any = attend_concatenated
     if implementation == "xla":
         attend = functools.partial(attend_in_parts, part_of=part_of_keys)
     elif implementation != "reference":
         part_of = functools.partial(_kernel(implementation), interpret=interpret)
         attend = functools.partial(attend_in_parts, part_of=part_of)
-    settings = window, factor, softcap
     members = 0 if shared is None else shared.members
     arrays = None if shared is None else tuple(shared[:4])
 
     def local(query: Array, key: Any, value: Any, *others: Any) -> Array:
         query_at, kv_at, sinks, arrays = others
-        own = None if arrays is None else (*arrays, members)
-        return attend(query, key, value, query_at, kv_at, own, *settings, sinks)
+        common = None if arrays is None else SharedKeys(*arrays, members=members)
+        scored = scoring._replace(sinks=sinks)
+        return attend(query, OwnKeys(key, value, kv_at), query_at, common, scored)
 
+    sinks = scoring.sinks
     arguments = query, key, value, query_positions, kv_positions, sinks, arrays
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

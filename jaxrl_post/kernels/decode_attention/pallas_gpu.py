@@ -29,9 +29,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_post.kernels.attention.reference import MASKED
+from jaxrl_post.kernels.attention.reference import MASKED, Scoring
 from jaxrl_post.kernels.decode_attention.gpu_sizes import KEYS, Sizes, Widths
-from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
+from jaxrl_post.kernels.decode_attention.quantized import (
+    Entries,
+    OwnKeys,
+    QuantizedEntries,
+)
 from jaxrl_post.kernels.decode_attention.xla import Part
 from jaxrl_post.kernels.mosaic_gpu import capped, store
 from jaxrl_post.types import Array
@@ -45,13 +49,9 @@ NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 def part_of_keys(
     query: Array,
-    key: Entries,
-    value: Entries | None,
+    own: OwnKeys,
     query_positions: Array,
-    kv_positions: Array,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
     *,
     interpret: Any = False,
     sizes: Sizes | None = None,
@@ -62,6 +62,7 @@ def part_of_keys(
         interpret: False to compile the kernel, True or how to interpret it.
         sizes: None: as `Sizes.of` says.
     """
+    key, value, kv_positions = own
     batch, queries, heads, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
@@ -81,8 +82,8 @@ def part_of_keys(
     at = jnp.tile(query_positions, (1, group))
     at = jnp.pad(at, ((0, 0), (0, empty)), constant_values=-1)
 
-    first, steps = _needed(sizes, at, kv_positions, window)
-    settings = _Settings(widths, sizes, (window, scale, softcap), interpret)
+    first, steps = _needed(sizes, at, kv_positions, scoring.window)
+    settings = _Settings(widths, sizes, scoring, interpret)
     parts = math.ceil(math.ceil(keys / KEYS) / sizes.steps)
     mixed, sums = settings.run(
         parts,
@@ -140,13 +141,13 @@ class _Settings(NamedTuple):
     Attributes:
         widths: of a head.
         sizes: of a block of threads.
-        scoring: window, scale and softcap.
+        scoring: window, scale and softcap; sinks are no part of it.
         interpret: False to compile the kernel, True or how to interpret it.
     """
 
     widths: Widths
     sizes: Sizes
-    scoring: tuple[int | None, float, float | None]
+    scoring: Scoring
     interpret: Any
 
     @property
@@ -382,7 +383,8 @@ def _step(
     """
     mixed, top, total = state
     scratch, slots, coded = copies.scratch, copies.slots, settings.widths.coded
-    window, scale, softcap = settings.scoring
+    window, scale, softcap = settings.scoring[:3]
+    assert scale is not None
     queries = settings.sizes.queries
     slot = jax.lax.rem(step, slots)
     plgpu.barrier_wait(scratch.keys_loaded.at[slot])

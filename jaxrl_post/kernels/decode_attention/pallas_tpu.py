@@ -23,8 +23,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_post.kernels.attention.reference import MASKED
-from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
+from jaxrl_post.kernels.attention.reference import MASKED, Scoring
+from jaxrl_post.kernels.decode_attention.quantized import (
+    Entries,
+    OwnKeys,
+    QuantizedEntries,
+)
 from jaxrl_post.kernels.decode_attention.xla import Part
 from jaxrl_post.kernels.mosaic import VMEM_BYTES, listed, product
 from jaxrl_post.types import Array
@@ -92,13 +96,9 @@ class Sizes(NamedTuple):
 
 def part_of_keys(
     query: Array,
-    key: Entries,
-    value: Entries | None,
+    own: OwnKeys,
     query_positions: Array,
-    kv_positions: Array,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
     *,
     interpret: Any = False,
     sizes: Sizes | None = None,
@@ -109,6 +109,7 @@ def part_of_keys(
         interpret: False to compile the kernel, or how to interpret it.
         sizes: None: as `Sizes.of` says. They must divide the padded arrays.
     """
+    key, value, kv_positions = own
     batch, queries, heads, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
@@ -127,15 +128,14 @@ def part_of_keys(
     empty = rows - group * queries
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, empty), (0, 0)))
     at = jnp.tile(query_positions, (1, group))
-    found, count = _needed(sizes, at, kv_positions, window, rows)
+    found, count = _needed(sizes, at, kv_positions, scoring.window, rows)
     at = jnp.pad(at, ((0, 0), (0, empty)), constant_values=-1)
 
     call = _Call((batch, kv_heads, rows, keys), sizes, found, count)
     value_dim = (key if value is None else value).shape[3]
-    scores = window, scale, softcap
     mixed, sums = call(
         functools.partial(
-            *(_kernel, sizes, scores, keys // sizes.keys),
+            *(_kernel, sizes, scoring, keys // sizes.keys),
             key_last=(_is_key_last(key), _is_key_last(key if value is None else value)),
             keys_are_values=value is None,
         ),
@@ -266,7 +266,7 @@ class _Call(NamedTuple):
 
 def _kernel(
     sizes: Sizes,
-    scoring: tuple[int | None, float, float | None],
+    scoring: Scoring,
     key_blocks: int,
     found: Any,
     count: Any,
@@ -278,7 +278,8 @@ def _kernel(
     keys_are_values: bool,
 ) -> None:
     *entries, mixed_out, sums_out, top, total, mixed = refs
-    window, scale, softcap = scoring
+    window, scale, softcap = scoring[:3]
+    assert scale is not None
     share = len(entries) if keys_are_values else len(entries) // 2
     keys, values = entries[:share], entries[-share:]
     number, end = pl.program_id(1), count[0] - 1

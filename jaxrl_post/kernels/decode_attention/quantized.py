@@ -1,12 +1,21 @@
 """Keys and values of a cache as codes of one byte, with a scale per token and head."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from jaxrl_post.types import Array, Float, Num
+from jaxrl_post.types import Array, Float, Int, Num
 
-__all__ = ["CODE_DTYPES", "Entries", "QuantizedEntries", "quantize_entries"]
+__all__ = [
+    "CODE_DTYPES",
+    "Entries",
+    "OwnKeys",
+    "QuantizedEntries",
+    "SharedKeys",
+    "quantize_entries",
+]
 
 # The largest code of each dtype. float8_e4m3fn has no infinity.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -37,6 +46,42 @@ class QuantizedEntries:
 
 # Keys or values [batch, kv_heads, keys, dim], quantised or not.
 type Entries = Array | QuantizedEntries
+
+
+class OwnKeys(NamedTuple):
+    """Keys and values of each sequence alone.
+
+    Attributes:
+        key: [batch, kv_heads, keys, head_dim], the queries' dtype, or quantised: a
+            score is multiplied by its key's scale, and a weight by its value's.
+        value: like `key`, but of any width; None where the keys are the values too.
+        positions: int32; NO_TOKEN (the largest int32) for an entry without a token.
+    """
+
+    key: Float[Array, "batch kv_heads keys head_dim"] | QuantizedEntries
+    value: Float[Array, "batch kv_heads keys value_dim"] | QuantizedEntries | None
+    positions: Int[Array, "batch keys"]
+
+
+class SharedKeys(NamedTuple):
+    """Keys and values that groups of sequences share, such as a prompt's.
+
+    Attributes:
+        key: [groups, kv_heads, keys, head_dim].
+        value: as in `OwnKeys`.
+        positions: as in `OwnKeys`.
+        places: int32 [batch]: sequence b is member m of group g if places[b] is
+            g * members + m. No two sequences have the same place; a value of
+            groups * members or more is that of a sequence that shares nothing. On a
+            mesh that splits the batch, each device counts its own groups from 0.
+        members: places in a group.
+    """
+
+    key: Float[Array, "groups kv_heads keys head_dim"] | QuantizedEntries
+    value: Float[Array, "groups kv_heads keys value_dim"] | QuantizedEntries | None
+    positions: Int[Array, "groups keys"]
+    places: Int[Array, " batch"]
+    members: int
 
 
 def quantize_entries(

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from jaxrl_post.kernels.attention.reference import attend, visible
-from jaxrl_post.kernels.decode_attention.quantized import Entries
+from jaxrl_post.kernels.attention.reference import Scoring, attend, visible
+from jaxrl_post.kernels.decode_attention.quantized import Entries, OwnKeys, SharedKeys
 from jaxrl_post.types import Array
 
 __all__ = ["attend_concatenated"]
@@ -11,17 +11,14 @@ __all__ = ["attend_concatenated"]
 
 def attend_concatenated(
     query: Array,
-    key: Entries,
-    value: Entries | None,
+    own: OwnKeys,
     query_positions: Array,
-    kv_positions: Array,
-    shared: tuple[Entries, Entries | None, Array, Array, int] | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Array | None,
+    shared: SharedKeys | None,
+    scoring: Scoring,
 ) -> Array:
     """One softmax over the shared keys and the own keys of every sequence."""
+    (key, value, kv_positions), (window, scale, softcap, sinks) = own, scoring
+    assert scale is not None
     key, value = _entries(key), _entries(key if value is None else value)
     if shared is not None:
         common_key, common_value, positions, places, members = shared

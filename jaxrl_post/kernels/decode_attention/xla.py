@@ -5,8 +5,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrl_post.kernels.attention.reference import MASKED, visible
-from jaxrl_post.kernels.decode_attention.quantized import Entries, QuantizedEntries
+from jaxrl_post.kernels.attention.reference import MASKED, Scoring, visible
+from jaxrl_post.kernels.decode_attention.quantized import (
+    Entries,
+    OwnKeys,
+    QuantizedEntries,
+    SharedKeys,
+)
 from jaxrl_post.types import Array
 
 __all__ = ["Part", "attend_in_parts", "part_of_keys"]
@@ -28,27 +33,23 @@ class Part(NamedTuple):
 
 def attend_in_parts(
     query: Array,
-    key: Entries,
-    value: Entries | None,
+    own: OwnKeys,
     query_positions: Array,
-    kv_positions: Array,
-    shared: tuple[Entries, Entries | None, Array, Array, int] | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Array | None,
+    shared: SharedKeys | None,
+    scoring: Scoring,
     part_of: Callable[..., "Part"],
 ) -> Array:
     """Attention over the shared keys, read once a group, and over the own keys.
 
     `part_of` computes the part of some keys, as `part_of_keys`.
     """
-    scoring = window, scale, softcap
-    own = part_of(query, key, value, query_positions, kv_positions, *scoring)
-    parts = [own]
+    sinks, scoring = scoring.sinks, scoring._replace(sinks=None)
+    parts = [part_of(query, own, query_positions, scoring)]
     if shared is not None:
-        parts.append(_shared_part(part_of, scoring, query, query_positions, *shared))
-    top = parts[0].top if len(parts) == 1 else jnp.maximum(own.top, parts[1].top)
+        parts.append(_shared_part(part_of, scoring, query, query_positions, shared))
+    top = parts[0].top
+    if len(parts) > 1:
+        top = jnp.maximum(top, parts[1].top)
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32))
     factors = [jnp.exp(part.top - top) for part in parts]
@@ -61,16 +62,13 @@ def attend_in_parts(
 
 def _shared_part(
     part_of: Callable[..., Part],
-    scoring: tuple[int | None, float, float | None],
+    scoring: Scoring,
     query: Array,
     query_positions: Array,
-    key: Entries,
-    value: Entries | None,
-    positions: Array,
-    places: Array,
-    members: int,
+    shared: SharedKeys,
 ) -> Part:
     """The part of the shared keys: the queries of a group become one sequence's."""
+    key, value, positions, places, members = shared
     batch, queries, heads, _ = query.shape
     groups = key.shape[0]
 
@@ -83,7 +81,7 @@ def _shared_part(
 
     # A place without a sequence stands before every key.
     at = gathered(query_positions, -1)
-    part = part_of(gathered(query, 0), key, value, at, positions, *scoring)
+    part = part_of(gathered(query, 0), OwnKeys(key, value, positions), at, scoring)
 
     def returned(array: Array, empty: float) -> Array:
         whole = array.reshape(groups * members, queries, heads, *array.shape[3:])
@@ -96,20 +94,14 @@ def _shared_part(
 
 
 def part_of_keys(
-    query: Array,
-    key: Entries,
-    value: Entries | None,
-    query_positions: Array,
-    kv_positions: Array,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
+    query: Array, own: OwnKeys, query_positions: Array, scoring: Scoring
 ) -> Part:
-    """Computes the softmax over some of the keys.
+    """Computes the softmax over some of the keys; sinks are no part of it.
 
     Scores and weights are float32, laid out as in `attention.reference.attend`. Without
     `value` the keys are the values too.
     """
+    (key, value, kv_positions), (window, scale, softcap) = own, scoring[:3]
     value = key if value is None else value
     mask = visible(query_positions, kv_positions, None, window)
     batch, queries, heads, dim = query.shape
@@ -122,6 +114,7 @@ def part_of_keys(
     scores = jnp.einsum(
         "bnqd,bnkd->bnqk", grouped, codes, preferred_element_type=jnp.float32
     )
+    assert scale is not None
     scores = scores * (scale if key_scales is None else scale * key_scales)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)

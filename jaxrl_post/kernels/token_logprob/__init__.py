@@ -1,9 +1,15 @@
 """Log-probability and entropy of tokens: one definition for trainer and sampler."""
 
-from jaxrl_post.kernels.token_logprob.api import TokenLogprob, tile_rows, token_logprob
+from jaxrl_post.kernels.token_logprob.api import (
+    Scaling,
+    TokenLogprob,
+    tile_rows,
+    token_logprob,
+)
 from jaxrl_post.kernels.token_logprob.reference import exponentials, from_logits
 
 __all__ = [
+    "Scaling",
     "TokenLogprob",
     "exponentials",
     "from_logits",

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.kernels.token_logprob import xla
-from jaxrl_post.kernels.token_logprob.counted import Residuals
+from jaxrl_post.kernels.token_logprob.counted import ByRow, Residuals
 from jaxrl_post.kernels.token_logprob.reference import (
     MASKED,
     TokenLogprob,
@@ -20,10 +20,29 @@ from jaxrl_post.kernels.token_logprob.reference import (
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, TableSplit, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
-__all__ = ["TokenLogprob", "tile_rows", "token_logprob"]
+__all__ = ["Scaling", "TokenLogprob", "tile_rows", "token_logprob"]
 
 # Bytes of one tile of float32 logits on one device.
 TILE_BYTES = 64 * 2**20
+
+
+class Scaling(NamedTuple):
+    """What becomes a logit of a product of hidden states and the unembedding.
+
+    Attributes:
+        temperature: > 0; divides the logits.
+        softcap: > 0, c in c tanh(logits / c), before the temperature (Gemma 2,
+            arXiv:2408.00118); None for no cap.
+        vocab_size: number of real rows of `unembedding`; the rest is padding. None: all
+            are real.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+
+
+UNSCALED = Scaling()
 
 
 def token_logprob(
@@ -33,9 +52,7 @@ def token_logprob(
     *,
     mask: Bool[Array, "batch length"] | None = None,
     kept: Int[Array, "batch length kept"] | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    vocab_size: int | None = None,
+    scaling: Scaling = UNSCALED,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "auto",
     interpret: bool = False,
@@ -57,10 +74,7 @@ def token_logprob(
             one of them; each once, padded with -1. Its log-prob is that among them,
             log p(target) - log(their mass). Without ids, or with None, it is that among
             all tokens, as the entropy always is.
-        temperature: > 0; divides the logits.
-        softcap: > 0, c in c tanh(logits / c), before the temperature (Gemma 2,
-            arXiv:2408.00118); None for no cap.
-        vocab_size: number of real rows of `unembedding`; the rest is padding.
+        scaling: what becomes a logit of a product.
         rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
         implementation: "auto" takes "pallas_tpu" on TPUs, "pallas_gpu" on Hopper GPUs
             for bfloat16 and a width that is a multiple of 64, and "xla" elsewhere;
@@ -88,6 +102,7 @@ def token_logprob(
     >>> round(math.exp(found.logprob.item()), 6)  # 0.25 / 0.75
     0.333333
     """
+    temperature, softcap, vocab_size = scaling
     vocab_size = unembedding.shape[0] if vocab_size is None else vocab_size
     if not temperature > 0:
         raise ValueError(
@@ -102,6 +117,7 @@ def token_logprob(
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"token_logprob: softcap must be > 0 or None; got {softcap}")
+    temperature = float(temperature)
     if not 0 < vocab_size <= unembedding.shape[0]:
         raise ValueError(
             f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the "
@@ -118,19 +134,16 @@ def token_logprob(
         interpret=interpret,
     )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
+    by_row, static = ByRow(targets, mask, kept), (vocab_size, temperature, softcap)
     if implementation == "reference":
-        return _reference(
-            *(hidden, unembedding, targets, mask, kept),
-            *(temperature, softcap, vocab_size),
-        )
+        return _reference(hidden, unembedding, by_row, *static)
     split = _split(unembedding.shape, targets.shape, rules)
-    scaling = vocab_size, float(temperature), softcap
     columns = unembedding.shape[0]
     if split is not None:
         mesh = jax.sharding.get_abstract_mesh()
         columns //= math.prod(mesh.shape[axis] for axis in split.vocab)
-    plan = _Plan(split, columns, scaling, implementation, interpret)
-    return TokenLogprob(*_fused(plan, hidden, unembedding, (targets, mask, kept)))
+    plan = _Plan(split, columns, static, implementation, interpret)
+    return TokenLogprob(*_fused(plan, hidden, unembedding, by_row))
 
 
 def _unsupported_on_gpu(width: int) -> str | None:
@@ -143,13 +156,12 @@ def _unsupported_on_gpu(width: int) -> str | None:
 def _reference(
     hidden: Array,
     unembedding: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
+    by_row: ByRow,
+    vocab_size: int,
     temperature: float,
     softcap: float | None,
-    vocab_size: int,
 ) -> TokenLogprob:
+    targets, mask, kept = by_row
     # Mask before the product: 0 x NaN in the backward pass would be NaN.
     hidden = jnp.where(mask[..., None], hidden, 0)
     logits = jnp.einsum(
@@ -233,29 +245,25 @@ def tile_rows(columns: int) -> int:
     return max(8, min(TILE_BYTES // (4 * columns), 1024) // 8 * 8)
 
 
-# Targets, mask, and ids of kept tokens.
-type _ByRow = tuple[Array, Array, Array | None]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(
     plan: _Plan,
     hidden: Array,
     weight: Array,
-    by_row: _ByRow,
+    by_row: ByRow,
 ) -> tuple[Array, Array, Array]:
     return _fused_forward(plan, hidden, weight, by_row)[0]
 
 
 def _fused_forward(
-    plan: _Plan, hidden: Array, weight: Array, by_row: _ByRow
+    plan: _Plan, hidden: Array, weight: Array, by_row: ByRow
 ) -> tuple[tuple[Array, Array, Array], Any]:
     forward, _ = plan.bound()
 
-    def local(hidden: Array, weight: Array, by_row: _ByRow) -> Any:
+    def local(hidden: Array, weight: Array, by_row: ByRow) -> Any:
         shape = hidden.shape[:-1]
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logprob, entropy, residuals = forward(flat, weight, *_flat(by_row))
+        logprob, entropy, residuals = forward(flat, weight, _flat(by_row))
         found = logprob, residuals._replace(entropy=entropy, logits=None)
         return jax.tree.map(lambda a: a.reshape(shape), found), residuals.logits
 
@@ -285,7 +293,7 @@ def _fused_backward(
         logits: Array | None,
         hidden: Array,
         weight: Array,
-        by_row: _ByRow,
+        by_row: ByRow,
         residuals: Residuals,
         cotangents: tuple[Array, Array, Array],
     ) -> tuple[Array, Array]:
@@ -293,7 +301,7 @@ def _fused_backward(
         d_hidden, d_weight = backward(
             hidden.reshape(-1, shape[-1]),
             weight,
-            *_flat(by_row),
+            _flat(by_row),
             _flat(residuals)._replace(logits=logits),
             _flat(cotangents),
         )

@@ -6,7 +6,21 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array
 
-__all__ = ["Residuals", "counted_tiles", "take"]
+__all__ = ["ByRow", "Residuals", "counted_tiles", "take"]
+
+
+class ByRow(NamedTuple):
+    """What belongs to the rows of hidden states.
+
+    Attributes:
+        targets: int32 ids.
+        mask: rows to compute.
+        kept: int32 ids [rows, kept], as in `token_logprob`; None for none.
+    """
+
+    targets: Array
+    mask: Array
+    kept: Array | None
 
 
 class Residuals(NamedTuple):

@@ -22,6 +22,7 @@ References:
     arXiv:2411.09009.
 """
 
+import functools
 import math
 
 import jax
@@ -29,7 +30,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_post.kernels.mosaic_gpu import DEPTH, staged
-from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
+from jaxrl_post.kernels.token_logprob.counted import (
+    ByRow,
+    Residuals,
+    counted_tiles,
+    take,
+)
 from jaxrl_post.kernels.token_logprob.gpu_kernels import (
     BACKWARD_SLOTS,
     COLUMNS,
@@ -60,14 +66,10 @@ CHUNK_ROWS, CHUNK_BYTES = 4096, 128 * 2**20
 
 
 def forward(
-    hidden: Array,
-    weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
-    layout: Layout,
+    hidden: Array, weight: Array, by_row: ByRow, layout: Layout
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
+    targets, mask, kept = by_row
     assert hidden.shape[1] % DEPTH == 0
     order, num_tiles = counted_tiles(mask, ROWS)
     first, limit = layout.limit(weight.shape[0])
@@ -107,26 +109,22 @@ def forward(
         total, weighted, target = jax.lax.psum((total, weighted, target), layout.axes)
     normalizer = top + jnp.log(total)
     logprob, log_mass = target - normalizer, None
-
-    def by_row(values: Array) -> Array:
-        return _by_row(values, mask)
+    restored = functools.partial(_by_row, mask=mask)
 
     if kept is not None and kept_logits is not None:
         among = kept_logits - normalizer[:, None]
         log_mass = log_mass_of(among, take(kept[:, 0], order) >= 0, layout.axes)
         logprob = logprob - log_mass
-        log_mass = by_row(log_mass)
-    entropy = by_row(jnp.log(total) - weighted / total)
-    residuals = Residuals(by_row(normalizer), entropy, log_mass)
-    return by_row(logprob), entropy, residuals
+        log_mass = restored(log_mass)
+    entropy = restored(jnp.log(total) - weighted / total)
+    residuals = Residuals(restored(normalizer), entropy, log_mass)
+    return restored(logprob), entropy, residuals
 
 
 def backward(
     hidden: Array,
     weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
+    by_row: ByRow,
     residuals: Residuals,
     cotangents: tuple[Array, Array, Array],
     layout: Layout,
@@ -135,6 +133,7 @@ def backward(
 
     With a split vocabulary the gradient of hidden must be summed over the devices.
     """
+    targets, mask, kept = by_row
     first, limit = layout.limit(weight.shape[0])
     unpadded, weight = weight, _padded(weight)
     columns, width = weight.shape

@@ -30,7 +30,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post.kernels.mosaic import product
-from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
+from jaxrl_post.kernels.token_logprob.counted import (
+    ByRow,
+    Residuals,
+    counted_tiles,
+    take,
+)
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
 
@@ -99,15 +104,11 @@ def choose_tiles(width: int, itemsize: int, kernel: Kernel) -> Tiles:
 
 
 def forward(
-    hidden: Array,
-    weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
-    layout: Layout,
+    hidden: Array, weight: Array, by_row: ByRow, layout: Layout
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
-    call = _Call.of("forward", hidden, weight, mask, kept, layout)
+    targets, mask, kept = by_row
+    call = _Call.of("forward", hidden, weight, by_row, layout)
     statistics = jax.ShapeDtypeStruct((8, call.order.shape[0]), jnp.float32)
     found = call(
         functools.partial(_forward_kernel, call.settings),
@@ -147,9 +148,7 @@ def forward(
 def backward(
     hidden: Array,
     weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
+    by_row: ByRow,
     residuals: Residuals,
     cotangents: tuple[Array, Array, Array],
     layout: Layout,
@@ -158,6 +157,7 @@ def backward(
 
     With a split vocabulary the gradient of hidden must be summed over the devices.
     """
+    targets, mask, kept = by_row
     normalizer, entropy, log_mass, _ = residuals
     g, e, n = cotangents
     among_all, among_kept = g, jnp.zeros_like(g)
@@ -171,7 +171,7 @@ def backward(
     facts = jnp.pad(jnp.stack(facts, axis=1), ((0, 0), (0, 1)))
 
     def gradient(kernel: Literal["hidden", "weight"]) -> tuple[_Call, Array]:
-        call = _Call.of(kernel, hidden, weight, mask, kept, layout)
+        call = _Call.of(kernel, hidden, weight, by_row, layout)
         rows = weight.shape[0] if kernel == "weight" else call.order.shape[0]
         found = call(
             functools.partial(_gradient_kernel, call.settings),
@@ -226,13 +226,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        kernel: Kernel,
-        hidden: Array,
-        weight: Array,
-        mask: Array,
-        kept: Array | None,
-        layout: Layout,
+        cls, kernel: Kernel, hidden: Array, weight: Array, by_row: ByRow, layout: Layout
     ) -> "_Call":
         rows, width = hidden.shape
         columns = weight.shape[0]
@@ -244,12 +238,12 @@ class _Call(NamedTuple):
                 for tile, size in zip(tiles, (rows, columns), strict=True)
             )
         )
-        order, num_tiles = counted_tiles(mask, tiles.rows)
-        places = jnp.cumsum(mask, dtype=jnp.int32) - 1
+        order, num_tiles = counted_tiles(by_row.mask, tiles.rows)
+        places = jnp.cumsum(by_row.mask, dtype=jnp.int32) - 1
         first = jnp.int32(0)
         if layout.axes:
             first = jax.lax.axis_index(layout.axes) * columns
-        settings = _Settings(kernel, tiles, columns, kept is not None, layout)
+        settings = _Settings(kernel, tiles, columns, by_row.kept is not None, layout)
         return cls(settings, order, places, num_tiles, first)
 
     def ids(self, targets: Array, kept: Array | None) -> Array:

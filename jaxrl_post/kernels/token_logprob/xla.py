@@ -16,7 +16,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.kernels.token_logprob.counted import Residuals, counted_tiles, take
+from jaxrl_post.kernels.token_logprob.counted import (
+    ByRow,
+    Residuals,
+    counted_tiles,
+    take,
+)
 from jaxrl_post.kernels.token_logprob.kept import log_mass_of
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array
@@ -43,34 +48,30 @@ class Layout(NamedTuple):
 
 
 def forward(
-    hidden: Array,
-    weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
-    layout: Layout,
+    hidden: Array, weight: Array, by_row: ByRow, layout: Layout
 ) -> tuple[Array, Array, Residuals]:
     """Returns log-prob and entropy [rows] (0 where masked) and the residuals."""
+    targets, mask, kept = by_row
     rows = hidden.shape[0]
     order, num_tiles = counted_tiles(mask, layout.tile)
 
-    def tile(index: Array, by_row: tuple[Array, ...]) -> tuple[tuple, Array]:
+    def tile(index: Array, found: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
         logits, first = _logits(take(hidden, chosen), weight, layout)
         ids = None if kept is None else take(kept, chosen)
         stats = _statistics(logits, take(targets, chosen), first, ids, layout)
-        by_row = tuple(
+        found = tuple(
             array.at[chosen].set(value, mode="drop")
-            for array, value in zip(by_row, stats, strict=True)
+            for array, value in zip(found, stats, strict=True)
         )
-        return by_row, logits
+        return found, logits
 
     zeros = jnp.zeros((rows,), jnp.float32)
-    by_row, logits = tile(jnp.int32(0), (zeros,) * (3 if kept is None else 4))
+    found, logits = tile(jnp.int32(0), (zeros,) * (3 if kept is None else 4))
     if rows > layout.tile:
-        further = lambda index, by_row: tile(index, by_row)[0]  # noqa: E731
-        by_row = jax.lax.fori_loop(1, num_tiles, further, by_row)
-    target, normalizer, entropy, *more = by_row
+        further = lambda index, found: tile(index, found)[0]  # noqa: E731
+        found = jax.lax.fori_loop(1, num_tiles, further, found)
+    target, normalizer, entropy, *more = found
     log_mass = more[0] if more else None
     logprob = target - normalizer
     if log_mass is not None:
@@ -81,9 +82,7 @@ def forward(
 def backward(
     hidden: Array,
     weight: Array,
-    targets: Array,
-    mask: Array,
-    kept: Array | None,
+    by_row: ByRow,
     residuals: Residuals,
     cotangents: tuple[Array, Array, Array],
     layout: Layout,
@@ -92,8 +91,9 @@ def backward(
 
     With a split vocabulary the gradient of hidden must be summed over the devices.
     """
+    targets, mask, kept = by_row
     order, num_tiles = counted_tiles(mask, layout.tile)
-    by_row = (targets, residuals.normalizer, residuals.entropy, *cotangents)
+    read = (targets, residuals.normalizer, residuals.entropy, *cotangents)
     row_of_tile = jnp.arange(layout.tile, dtype=jnp.int32)
     _, first = _columns(weight, layout)
 
@@ -101,7 +101,7 @@ def backward(
         """Returns a tile's row indices and its parts of the two gradients."""
         chosen = _tile(order, index, layout.tile)
         inputs = take(hidden, chosen)
-        target, normalizer, entropy, g, e, n = (take(array, chosen) for array in by_row)
+        target, normalizer, entropy, g, e, n = (take(array, chosen) for array in read)
         # Rows that pad the last tile read zeros, cotangents too, so they add nothing.
         log_p = logits - normalizer[:, None]
         among_all, ids = g, None

@@ -39,12 +39,6 @@ def apo_zero_loss(
 
     Use it if the chosen responses are better than the model's own.
 
-    Args:
-        chosen_log_ratio: c (nats), differentiable.
-        rejected_log_ratio: r (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
-        beta: > 0 (per nat).
-
     Returns:
         float32 in [0, 2]; 0 where `valid` is False.
 
@@ -77,12 +71,6 @@ def apo_down_loss(
     L = sigmoid(beta c) + (1 - sigmoid(beta (c - r)))
 
     Use it if the chosen responses are worse than the model's own.
-
-    Args:
-        chosen_log_ratio: c (nats), differentiable.
-        rejected_log_ratio: r (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
-        beta: > 0 (per nat).
 
     Returns:
         float32 in [0, 2]; 0 where `valid` is False.
@@ -119,12 +107,6 @@ def bco_pair_loss(
     It bounds DPO's loss from above. As in TRL's current bco_pair, the rewards are not
     shifted by their running mean; KTO's reference point (`unpaired`) is such a shift.
 
-    Args:
-        chosen_log_ratio: c (nats), differentiable.
-        rejected_log_ratio: r (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
-        beta: > 0 (per nat).
-
     Returns:
         float32, >= 0; 0 where `valid` is False.
 
@@ -160,9 +142,6 @@ def nca_loss(
     Its minimum in c is finite: sigmoid(beta c) = 2/3.
 
     Args:
-        chosen_log_ratio: c (nats), differentiable.
-        rejected_log_ratio: r (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0 (per nat), the paper's alpha.
 
     Returns:
@@ -203,9 +182,6 @@ def sppo_loss(
     rejected response.
 
     Args:
-        chosen_log_ratio: c (nats), differentiable.
-        rejected_log_ratio: r (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0 (per nat), 1 / eta of the paper.
 
     Returns:

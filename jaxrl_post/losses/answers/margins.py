@@ -35,16 +35,6 @@ def aot_margin(
     The k-th slot that holds a pair gets h_(k). All pairs of the arrays are sorted
     together; in a microbatch or a shard_map, only the pairs of that part.
 
-    Args:
-        policy_chosen: log pi(y_c) (nats), differentiable.
-        policy_rejected: log pi(y_r) (nats), differentiable.
-        reference_chosen: log ref(y_c) (nats).
-        reference_rejected: log ref(y_r) (nats).
-        valid: bool, or None where every slot holds a pair.
-
-    Returns:
-        float32; 0 where `valid` is False.
-
     References:
         Melnyk et al., Distributional Preference Alignment of LLMs via Optimal
         Transport, arXiv:2406.05882.
@@ -76,14 +66,7 @@ def aot_unpaired_margin(
     the rejected ones. TRL calls it "aot_unpaired", formerly "aot_pair".
 
     Args:
-        policy_chosen: log pi(y_c) (nats), differentiable.
-        policy_rejected: log pi(y_r) (nats), differentiable.
-        reference_chosen: log ref(y_c) (nats).
-        reference_rejected: log ref(y_r) (nats).
         valid: bool, or None where every slot holds one of each.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     References:
         Melnyk et al., Distributional Preference Alignment of LLMs via Optimal
@@ -114,8 +97,6 @@ def discopop_loss(
     it has a local minimum at beta h = -0.12 and a local maximum at beta h = 0.07.
 
     Args:
-        margin: h (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0 (per nat); 0.05 in the paper.
         tau: > 0, temperature of the blend.
 
@@ -159,17 +140,11 @@ def exo_loss(
     be infinite.
 
     Args:
-        margin: h (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
-        beta: > 0 (per nat).
         label_smoothing: e in (0, 0.5), the probability that a label is wrong. TRL
             replaces 0 by 1e-3.
 
     Returns:
         float32, >= 0 up to rounding; 0 where `valid` is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Ji et al., Towards Efficient and Exact Optimization of Language Model Alignment,

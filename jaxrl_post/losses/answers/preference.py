@@ -50,7 +50,6 @@ def counted_pairs(
 
     Args:
         values: any float dtype.
-        valid: bool, or None where every slot holds a pair.
 
     Returns:
         float32 of the same shape.
@@ -72,10 +71,6 @@ def log_ratio(
     Args:
         policy_logprobs: log pi(y) (nats), differentiable.
         reference_logprobs: log ref(y) (nats), held constant.
-        valid: bool, or None where every slot holds a response.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     >>> log_ratio(jnp.array([-4.0]), jnp.array([-6.0])).tolist()
     [2.0]
@@ -97,14 +92,8 @@ def log_ratio_margin(
     It is 0 at initialisation, where the policy is the reference.
 
     Args:
-        policy_chosen: log pi(y_c) (nats), differentiable.
-        policy_rejected: log pi(y_r) (nats), differentiable.
         reference_chosen: log ref(y_c) (nats); zeros for no reference.
         reference_rejected: log ref(y_r) (nats); zeros for no reference.
-        valid: bool, or None where every slot holds a pair.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     References:
         Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, eq. 7.
@@ -137,15 +126,7 @@ def alpha_divergence_margin(
     the power overflows.
 
     Args:
-        policy_chosen: log pi(y_c) (nats), differentiable.
-        policy_rejected: log pi(y_r) (nats), differentiable.
-        reference_chosen: log ref(y_c) (nats).
-        reference_rejected: log ref(y_r) (nats).
-        valid: bool, or None where every slot holds a pair.
         alpha: in (0, 1].
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: `alpha` is out of its range.
@@ -185,16 +166,6 @@ def jensen_shannon_margin(
 
     h = f'(u_c) - f'(u_r) with u = pi(y) / ref(y) and f'(u) = log(2 u / (1 + u))
 
-    Args:
-        policy_chosen: log pi(y_c) (nats), differentiable.
-        policy_rejected: log pi(y_r) (nats), differentiable.
-        reference_chosen: log ref(y_c) (nats).
-        reference_rejected: log ref(y_r) (nats).
-        valid: bool, or None where every slot holds a pair.
-
-    Returns:
-        float32; 0 where `valid` is False.
-
     References:
         Wang et al., Beyond Reverse KL, arXiv:2309.16240.
 
@@ -222,16 +193,8 @@ def sigmoid_loss(
     whose minimum lies at the finite margin where sigmoid(beta h) = 1 - e.
 
     Args:
-        margin: h (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0, the strength of the divergence term (per nat).
         label_smoothing: e in [0, 0.5).
-
-    Returns:
-        float32; 0 where `valid` is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, eq. 7.
@@ -265,16 +228,8 @@ def robust_loss(
     is not bounded from below as h grows.
 
     Args:
-        margin: h (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0, the strength of the divergence term (per nat).
         label_smoothing: e in [0, 0.5), the probability that a label is wrong.
-
-    Returns:
-        float32; 0 where `valid` is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Chowdhury et al., Provably Robust DPO, arXiv:2403.00409.
@@ -303,12 +258,7 @@ def hinge_loss(
     SLiC-HF uses it without a reference (pass zeros); RSO and TRL use it with one.
 
     Args:
-        margin: h (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0; the loss is 0 from h = 1 / beta on.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: `beta` is not positive.
@@ -338,8 +288,6 @@ def ipo_loss(
     (`length_normalized`).
 
     Args:
-        margin: h (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0, the paper's tau; the target margin is 1 / (2 beta).
 
     Returns:
@@ -397,7 +345,6 @@ def wpo_weights(
     Args:
         policy_chosen_mean: m_c (nats per token).
         policy_rejected_mean: m_r (nats per token).
-        valid: bool, or None where every slot holds a pair.
 
     Returns:
         float32 in [0, 1], without gradient; 0 where `valid` is False.
@@ -425,7 +372,6 @@ def accuracy(
 
     Args:
         margin: h of any loss here, or the difference of a reward model's rewards.
-        valid: bool, or None where every slot holds a pair.
 
     Returns:
         (number of pairs with h > 0 plus half of the ties, number of pairs).
@@ -447,7 +393,6 @@ def reward_margin(
 
     Args:
         margin: h (nats).
-        valid: bool, or None where every slot holds a pair.
         beta: > 0, the loss's own.
 
     Returns:
@@ -476,7 +421,6 @@ def implicit_reward(
     Args:
         policy_logprobs: log pi(y) (nats), of the chosen or of the rejected responses.
         reference_logprobs: log ref(y) (nats).
-        valid: bool, or None where every slot holds a response.
         beta: > 0, the loss's own.
 
     Returns:

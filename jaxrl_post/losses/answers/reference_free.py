@@ -34,17 +34,10 @@ def simpo_loss(
     Args:
         policy_chosen_mean: m_c (nats per token), differentiable.
         policy_rejected_mean: m_r (nats per token), differentiable.
-        valid: bool, or None where every slot holds a pair.
         beta: > 0; 2 to 10 in the paper.
         target_margin: gamma >= 0, in the unit of beta m. TRL has gamma too; the
             authors' later code has gamma / beta.
         label_smoothing: in [0, 0.5), as in `preference.sigmoid_loss`.
-
-    Returns:
-        float32; 0 where `valid` is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Meng et al., SimPO, arXiv:2405.14734.
@@ -80,17 +73,7 @@ def cpo_loss(
     (`supervised.next_token_loss`), times alpha, 1 in the paper.
 
     Args:
-        policy_chosen: log pi(y_c) (nats), differentiable.
-        policy_rejected: log pi(y_r) (nats), differentiable.
-        valid: bool, or None where every slot holds a pair.
-        beta: > 0 (per nat).
         label_smoothing: in [0, 0.5), as in `preference.sigmoid_loss`.
-
-    Returns:
-        float32; 0 where `valid` is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Xu et al., Contrastive Preference Optimization, arXiv:2401.08417.
@@ -119,10 +102,6 @@ def orpo_loss(
     Args:
         policy_chosen_mean: m_c (nats per token), differentiable.
         policy_rejected_mean: m_r (nats per token), differentiable.
-        valid: bool, or None where every slot holds a pair.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     References:
         Hong et al., ORPO, arXiv:2403.07691.

@@ -35,13 +35,9 @@ def bradley_terry(
     Args:
         chosen: reward c of the chosen response, differentiable.
         rejected: reward r of the rejected response, differentiable.
-        valid: bool, or None where every slot holds a pair.
         target_margin: the amount by which c should exceed r, larger for clearer
             preferences; an array or one number for all.
         centering: >= 0; TRL recommends 0.01.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: `centering` is negative.
@@ -78,9 +74,6 @@ def process_reward_loss(
         labels: y in [0, 1]: a verdict, or the fraction of continuations that succeed.
         mask: bool, True where a step is judged (at its last token, for example).
 
-    Returns:
-        float32; 0 where the mask is False.
-
     References:
         Lightman et al., Let's Verify Step by Step, arXiv:2305.20050.
         Wang et al., Math-Shepherd, arXiv:2312.08935 (soft labels).
@@ -104,7 +97,6 @@ def best_of_n(
 
     Args:
         rewards: any float dtype; a valid NaN is chosen, so that it stays visible.
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         int32 in [0, samples); -1 where a group has no valid sample.
@@ -136,7 +128,6 @@ def best_of_n_value(
 
     Args:
         rewards: any float dtype.
-        valid: bool, False where a sample has no reward; None means that all have one.
         n: in [1, samples].
 
     Returns:

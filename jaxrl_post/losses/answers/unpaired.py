@@ -35,7 +35,6 @@ def kto_reference_point(
     Args:
         policy_mismatched: log pi(y_j | x_i) (nats).
         reference_mismatched: log ref(y_j | x_i) (nats).
-        valid: bool, or None where every slot holds a response.
 
     Returns:
         float32 scalar >= 0 (nats), without gradient; 0 where nothing is valid.
@@ -75,17 +74,12 @@ def kto_loss(
         reference_logprobs: log ref(y) (nats).
         desirable: bool, the response's label.
         reference_point: z (nats), held constant; see `kto_reference_point`.
-        valid: bool, or None where every slot holds a response.
-        beta: > 0 (per nat).
         desirable_weight: w_D >= 0.
         undesirable_weight: w_U >= 0. Give a rarer label a larger weight, so that both
             labels contribute about equally.
 
     Returns:
         float32 in [0, w]; 0 where `valid` is False.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
 
     References:
         Ethayarajh et al., KTO, arXiv:2402.01306.

@@ -49,7 +49,6 @@ def group_mean(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         float32; 0 for a group without a valid sample.
@@ -71,11 +70,7 @@ def group_centered(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
         single: what a group's only valid sample gets: "zero", or its "raw" reward.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: `single` is neither.
@@ -109,13 +104,9 @@ def group_normalized(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
         ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0, in the unit of the rewards.
         single: what a group's only valid sample gets: "zero", or its "raw" reward.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: `ddof` is neither 0 nor 1, `epsilon` is negative, or `single` is
@@ -145,7 +136,6 @@ def leave_one_out_baseline(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         float32; 0 where a sample has no valid other.
@@ -169,7 +159,6 @@ def leave_one_out_std(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         float32; 0 where fewer than two others are valid.
@@ -194,7 +183,6 @@ def leave_one_out(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         float32; 0 where `valid` is False and in a group of one.
@@ -226,7 +214,6 @@ def leave_one_out_normalized(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group (see above).
-        valid: bool, False where a sample has no reward; None means that all have one.
         epsilon: >= 0, in the unit of the rewards.
 
     Returns:

@@ -41,10 +41,6 @@ def remax(
     Args:
         rewards: any float dtype; a flat array [n] is one group.
         greedy_rewards: reward of the completion decoded at temperature 0.
-        valid: bool, False where a sample has no reward; None means that all have one.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     References:
         Li et al., ReMax, arXiv:2310.10505.
@@ -73,7 +69,6 @@ def optimal_baseline(
     Args:
         rewards: any float dtype; a flat array [n] is one group.
         lengths: of the completions, in tokens, >= 0.
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         float32; 0 where `valid` is False and in a group without tokens.
@@ -107,7 +102,6 @@ def max_rl(
 
     Args:
         rewards: >= 0, usually 0 or 1; any float dtype.
-        valid: bool, False where a sample has no reward; None means that all have one.
 
     Returns:
         float32; 0 where `valid` is False and in a group whose mean is not positive: a
@@ -147,7 +141,6 @@ def pass_at_k(
 
     Args:
         rewards: a sample is correct where its reward is > 0.
-        valid: bool, False where a sample has no reward; None means that all have one.
         k: in [1, samples]; a group with fewer valid samples takes them all as one set.
 
     Returns:
@@ -187,7 +180,6 @@ def pass_at_k_estimate(
 
     Args:
         rewards: a sample is correct where its reward is > 0.
-        valid: bool, False where a sample has no reward; None means that all have one.
         k: in [1, samples]. A group with n < k valid samples has no unbiased estimate
             and gets that of pass@n, which is at most pass@k.
 
@@ -225,13 +217,9 @@ def batch_scaled(
 
     Args:
         rewards: any float dtype; a flat array [n] is one group.
-        valid: bool, False where a sample has no reward; None means that all have one.
         ddof: the variance is the sum of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0, in the unit of the rewards.
         axis_name: mesh axes over which the groups are split, inside `shard_map`.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: `ddof` is neither 0 nor 1, or `epsilon` is negative.
@@ -275,16 +263,12 @@ def gdpo(
 
     Args:
         rewards: any float dtype; a valid sample has all components.
-        valid: bool, False where a sample has no reward; None means that all have one.
         weights: one per component; None for 1 each.
         ddof: the variances are sums of squares over n - ddof; 1 (sample) or 0.
         epsilon: >= 0; TRL has 1e-4.
         epsilon_inside: True puts epsilon^2 under the batch's root, False adds epsilon
             to the root. This matters if the batch hardly varies.
         axis_name: mesh axes over which the groups are split, inside `shard_map`.
-
-    Returns:
-        float32; 0 where `valid` is False.
 
     Raises:
         ValueError: the number of weights is not that of the components, `ddof` is

@@ -43,8 +43,6 @@ def at_last_token(
 
     Args:
         values: a sequence's reward at each of its tokens, any float dtype.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
 
     Returns:
         float32, without gradient; 0 everywhere else.
@@ -90,8 +88,6 @@ def gae(
     Args:
         rewards: per token; `at_last_token` places a sequence's reward.
         values_before: V_t, the critic's value before token t is sampled.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         gamma: in [0, 1].
         lambda_: in [0, 1], or one per token (`length_adaptive_lambda`), read at counted
             tokens; a state of value 0 takes that of the next counted token.
@@ -163,7 +159,6 @@ def lambda_returns(
     Args:
         advantages: per token, from `gae`.
         values_before: V_t, as passed to `gae`.
-        mask: bool, True where a token counts.
 
     Returns:
         float32, without gradient; 0 where the mask is False.
@@ -192,7 +187,6 @@ def length_adaptive_lambda(
 
     Args:
         mask: bool, True where a token counts; l is their number in the sequence.
-        segment_ids: int in [0, length], or None for one sequence per row.
         alpha: > 0; 0.05 in VAPO.
 
     Returns:
@@ -228,8 +222,6 @@ def discounted_returns(
 
     Args:
         rewards: per token; `at_last_token` places a sequence's reward.
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         gamma: in [0, 1].
         method: of `reverse_linear_recurrence`.
 
@@ -277,8 +269,6 @@ def reinforce_plus_plus(
 
     Args:
         rewards: per token, with the KL penalty inside (`shaping.kl_shaped_rewards`).
-        mask: bool, True where a token counts.
-        segment_ids: int in [0, length], or None for one sequence per row.
         gamma: in [0, 1].
         ddof: see `whitening.whitened`.
         epsilon: >= 0, in squared units of the rewards.

@@ -85,7 +85,6 @@ def repetition_penalty(
 
     Args:
         tokens: int ids.
-        mask: bool, True where a token counts.
         ngram: n >= 1, in tokens.
         max_penalty: >= 0, in the unit of the rewards.
 
@@ -147,7 +146,6 @@ def kl_shaped_rewards(
     Args:
         rewards: per token; `returns.at_last_token` places a sequence's reward.
         kl: per token, in nats; from one of `losses.kl`.
-        mask: bool, True where a token counts.
         kl_coefficient: beta >= 0, in the unit of the rewards per nat.
 
     Returns:

@@ -1,8 +1,58 @@
-"""Peak rates of chips, from their vendors' documentation."""
+"""Rooflines: what chips compute and move at best, by their vendors' documentation."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["CHIPS", "Chip"]
+__all__ = ["CHIPS", "NO_WORK", "Chip", "Times", "Work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device computes and moves to or from its memory.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: read from and written to HBM.
+    """
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.flops * times, self.bytes * times)
+
+
+NO_WORK = Work(0.0, 0.0)
+
+
+class Times(NamedTuple):
+    """Seconds that a program keeps each part of a chip busy, all calls of a step.
+
+    Attributes:
+        compute: FLOPs over the peak rate.
+        memory: bytes of HBM over its bandwidth.
+        links: bytes received over the links' bandwidth.
+
+    >>> Times(0.1, 0.4, 0.2).seconds, Times(0.1, 0.4, 0.2).bound
+    (0.4, 'memory')
+    """
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def seconds(self) -> float:
+        """The roofline: the part that takes longest hides the others."""
+        return max(self)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest."""
+        return self._fields[self.index(max(self))]
 
 
 @dataclass(frozen=True)
@@ -22,6 +72,14 @@ class Chip:
     memory_bandwidth: float
     link_bandwidth: float
     source: str
+
+    def times(self, work: Work, received: float = 0.0) -> Times:
+        """Seconds that some work keeps each part busy, with bytes from other chips."""
+        return Times(
+            work.flops / self.flops,
+            work.bytes / self.memory_bandwidth,
+            received / self.link_bandwidth,
+        )
 
 
 # By `device_kind`. A TPU7x has two devices per chip, and the documents do not say how

@@ -1,51 +1,20 @@
 """Predicts the seconds of a step: the roofline of every program."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jaxrl_post.config.plan import PlanConfig
-from jaxrl_post.programs.planning.chips import Chip
+from jaxrl_post.programs.planning.chips import Chip, Times, Work
 from jaxrl_post.programs.planning.compiling import ProgramPlan
 
-__all__ = ["Times", "assumptions", "phases", "times"]
-
-
-class Times(NamedTuple):
-    """Seconds that a program keeps each part of a chip busy, all calls of a step.
-
-    Attributes:
-        compute: FLOPs over the peak rate.
-        memory: bytes of HBM over its bandwidth.
-        links: bytes received over the links' bandwidth.
-
-    >>> Times(0.1, 0.4, 0.2).seconds, Times(0.1, 0.4, 0.2).bound
-    (0.4, 'memory')
-    """
-
-    compute: float
-    memory: float
-    links: float
-
-    @property
-    def seconds(self) -> float:
-        """The roofline: the part that takes longest hides the others."""
-        return max(self)
-
-    @property
-    def bound(self) -> str:
-        """The part that takes longest."""
-        return self._fields[self.index(max(self))]
+__all__ = ["assumptions", "phases", "times"]
 
 
 def times(entry: ProgramPlan, chip: Chip) -> Times | None:
     """Seconds of all calls of a program in a step; None if its work is not counted."""
     if entry.flops is None or entry.memory_bytes is None:
         return None
-    return Times(
-        entry.calls * entry.flops / chip.flops,
-        entry.calls * entry.memory_bytes / chip.memory_bandwidth,
-        entry.calls * entry.link_bytes / chip.link_bandwidth,
-    )
+    work = Work(entry.calls * entry.flops, entry.calls * entry.memory_bytes)
+    return chip.times(work, entry.calls * entry.link_bytes)
 
 
 def phases(plans: Sequence[ProgramPlan], chip: Chip) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_post.programs.planning.work import Work
+from jaxrl_post.programs.planning.chips import Work
 from jaxrl_post.types import PyTree
 
 __all__ = ["Program", "placed"]

@@ -20,8 +20,9 @@ from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import matrices
 from jaxrl_post.programs.build.engine import cache_dtype, engine_sizes
 from jaxrl_post.programs.build.layouts import same_devices
+from jaxrl_post.programs.planning.chips import Work
 from jaxrl_post.programs.planning.program import Program, placed
-from jaxrl_post.programs.planning.work import ModelWork, Work
+from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.rollout.weights import Group, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
 from jaxrl_post.sampler.decode import PrefillRows, Rows
@@ -139,7 +140,7 @@ class Sampler:
                 (self.params, self.pages, rows, key, floor),
                 beside,
                 self.mesh,
-                static={"truncate": False, "guesses": 0, "alternatives": 0},
+                static={"burst": self.functions.burst(truncate=False)},
                 calls=calls,
                 work=self.work.decode(
                     count,

@@ -21,8 +21,9 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.adapters.lora import adapter_specs
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.spec import is_spec
+from jaxrl_post.programs.planning.chips import Work
 from jaxrl_post.programs.planning.program import Program, placed
-from jaxrl_post.programs.planning.work import ModelWork, Work
+from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sharding import DEFAULT_RULES, per_device_bytes, split_size
 from jaxrl_post.types import PyTree, TokenBatch
 

@@ -29,9 +29,10 @@ from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.models.matrix import INPUT_DIMS, target_name
 from jaxrl_post.models.spec import ParamSpec, is_spec
+from jaxrl_post.programs.planning.chips import NO_WORK, Work
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
 
-__all__ = ["NO_WORK", "ModelWork", "Product", "Work"]
+__all__ = ["ModelWork", "Product"]
 
 # Leaves of the parameters that are factors of matrix products; the others are norms,
 # biases and the embedding, which is looked up.
@@ -48,28 +49,6 @@ NARROW = ("output", "down")
 # Of an AdamW step, per parameter: reads the gradient twice (its norm comes first), and
 # reads and writes both moments, all float32.
 UPDATE_BYTES = 4 * (2 + 2 * 2)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one device computes and moves to or from its memory.
-
-    Attributes:
-        flops: floating-point operations.
-        bytes: read from and written to HBM.
-    """
-
-    flops: float
-    bytes: float
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
-
-    def __mul__(self, times: float) -> "Work":
-        return Work(self.flops * times, self.bytes * times)
-
-
-NO_WORK = Work(0.0, 0.0)
 
 
 class Product(NamedTuple):

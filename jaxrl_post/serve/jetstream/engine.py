@@ -31,7 +31,7 @@ from jaxrl_post.sampler.sizes import pages_for
 from jaxrl_post.serve.jetstream import library
 from jaxrl_post.serve.jetstream.slots import DecodeState, Prefix, SlotFunctions
 from jaxrl_post.serve.jetstream.tokens import TokenizerAdapter, prompt_of
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, create_mesh, split_size
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, split_size
 from jaxrl_post.types import Array, PyTree
 
 __all__ = ["JetStreamEngine", "jetstream_engine"]
@@ -46,17 +46,12 @@ def jetstream_engine(
     params: DecoderParams[Array],
     config: ModelConfig,
     tokenizer: Tokenizer,
+    sizes: EngineConfig,
+    sampling: SamplingParams,
     *,
-    num_slots: int,
-    max_prompt_tokens: int,
-    max_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
     seed: int = 0,
     cache_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
     kernels: Implementation = "auto",
 ) -> "JetStreamEngine":
     """An engine for JetStream that serves a model.
@@ -65,18 +60,15 @@ def jetstream_engine(
         params: parameters of the config, on the mesh; the engine keeps these arrays.
         config: the model's configuration.
         tokenizer: the model's; its stop ids end a stream.
-        num_slots: maximum number of streams that decode at the same time.
-        max_prompt_tokens: maximum length of a prompt, below 32768.
-        max_tokens: maximum number of tokens that a request may sample.
-        temperature: of all requests, since JetStream's have none; >= 0, 0 is greedy.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: keep the most probable tokens whose mass reaches `top_p`; in (0, 1].
+        sizes: of these, most streams that decode at the same time, longest prompt,
+            below 32768, and most tokens that a request may sample.
+        sampling: temperature, top-k and top-p of all requests, since JetStream's have
+            none.
         seed: of the noise. A token's noise depends on the seed, the prompt, the number
             of earlier requests with the same prompt, and the position.
         cache_dtype: dtype of the cache; None for the parameters'. int8 and
             float8_e4m3fn are codes, as in `sampler.Engine`.
         mesh: mesh of the parameters, which may have `tp` alone; None on one device.
-        rules: logical axis to mesh axes.
         kernels: implementation of attention, as in `models.forward`.
 
     Raises:
@@ -84,35 +76,23 @@ def jetstream_engine(
         ValueError: a size or a sampling parameter is out of range, the model's context
             does not allow the sizes, or the mesh splits the batch.
     """
-    if max_prompt_tokens >= PADDED[-1]:
+    if sizes.max_prompt_tokens >= PADDED[-1]:
         raise ValueError(
             f"jetstream_engine: max_prompt_tokens must be below {PADDED[-1]}, the "
-            f"longest prompt that JetStream pads; got {max_prompt_tokens}"
+            f"longest prompt that JetStream pads; got {sizes.max_prompt_tokens}"
         )
-    sizes = EngineConfig(
-        num_slots=num_slots,
-        max_prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        steps_per_call=1,
-    )
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        max_tokens=max_tokens,
-        stop_ids=tokenizer.stop_ids,
-    )
     own_dtype: DTypeLike = jax.tree.leaves(params)[0].dtype
     engine = JetStreamEngine(
         params,
         config,
         tokenizer,
-        sizes,
-        sampling,
+        dataclasses.replace(sizes, steps_per_call=1),
+        dataclasses.replace(
+            sampling, max_tokens=sizes.max_tokens, stop_ids=tokenizer.stop_ids
+        ),
         seed=seed,
         cache_dtype=own_dtype if cache_dtype is None else cache_dtype,
         mesh=mesh,
-        rules=rules,
         kernels=kernels,
     )
     # It has all methods of the interface; a base class would need JetStream on import.
@@ -136,7 +116,6 @@ class JetStreamEngine:
         seed: as in `jetstream_engine`.
         cache_dtype: as there.
         mesh: as there.
-        rules: as there.
         kernels: as there.
     """
 
@@ -151,10 +130,9 @@ class JetStreamEngine:
         seed: int,
         cache_dtype: DTypeLike,
         mesh: Mesh | None,
-        rules: Rules,
         kernels: Implementation,
     ) -> None:
-        rules = rules.with_context_as_batch()
+        rules = DEFAULT_RULES.with_context_as_batch()
         if mesh is not None and split_size("batch", mesh, rules) > 1:
             axes = ", ".join(
                 f"{name}{mesh.shape[name]}"

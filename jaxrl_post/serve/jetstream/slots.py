@@ -18,7 +18,7 @@ from jaxrl_post.sampler import EngineConfig, SamplingParams
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.pages import Pages, Shared
-from jaxrl_post.sampler.sampling import SamplingArrays
+from jaxrl_post.sampler.sampling import Drawing, SamplingArrays
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.types import Array, HostOrDevice, Int, Key, PyTree, UInt
 
@@ -161,10 +161,9 @@ class SlotFunctions:
                 key,
                 np.int32(0),
                 self.functions.rules,
-                num_steps=1,
-                split=1,
-                truncate=self.sampling.truncates,
-                kernels=self.functions.kernels,
+                device.Burst(
+                    1, Drawing(self.sampling.truncates), kernels=self.functions.kernels
+                ),
             )
             tokens = emitted.tokens[0]
             is_one = (tokens >= 0) & jnp.isfinite(emitted.logprobs[0])

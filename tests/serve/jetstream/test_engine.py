@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.programs.planning.hlo import collectives
-from jaxrl_post.sampler import Engine, EngineConfig, Request
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.serve.jetstream import jetstream_engine
 from jaxrl_post.serve.jetstream.engine import PADDED
 from jaxrl_post.sharding import create_mesh
@@ -32,12 +32,20 @@ STEPS = 6
 
 
 def make_engine(config=CONFIG, params=None, stops=(), **options):
-    sizes = {"num_slots": 2, "max_prompt_tokens": 40, "max_tokens": 24}
+    made = {"num_slots": 2, "max_prompt_tokens": 40, "max_tokens": 24}
+    drawn = {"temperature": 0.0}
+    for name in [*options]:
+        if name in EngineConfig.__dataclass_fields__:
+            made[name] = options.pop(name)
+        elif name in SamplingParams.__dataclass_fields__:
+            drawn[name] = options.pop(name)
     return jetstream_engine(
         tiny.params(config) if params is None else params,
         config,
         make_tokenizer(*stops),
-        **(sizes | options),
+        EngineConfig(**made),
+        SamplingParams(**drawn),
+        **options,
     )
 
 

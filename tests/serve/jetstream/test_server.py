@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler import EngineConfig, SamplingParams
 from jaxrl_post.serve.jetstream import jetstream_engine, jetstream_server, library
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
@@ -33,16 +33,20 @@ from tests.serve.jetstream.conftest import (
 pytestmark = needs_jetstream
 
 MAX_TOKENS = SIZES.max_tokens
+GREEDY = SamplingParams(temperature=0.0)
 
 
-def make_engine(tokenizer, params, **options):
+def make_engine(tokenizer, params, sampling=GREEDY, **options):
     return jetstream_engine(
         params,
         CONFIG,
         tokenizer,
-        num_slots=SIZES.num_slots,
-        max_prompt_tokens=SIZES.max_prompt_tokens,
-        max_tokens=MAX_TOKENS,
+        EngineConfig(
+            num_slots=SIZES.num_slots,
+            max_prompt_tokens=SIZES.max_prompt_tokens,
+            max_tokens=MAX_TOKENS,
+        ),
+        sampling,
         **options,
     )
 
@@ -209,7 +213,7 @@ def test_samples_are_those_of_our_engine_in_any_slot(params, tokenizer):
     sampling = SamplingParams(
         **SAMPLING, max_tokens=MAX_TOKENS, stop_ids=tokenizer.stop_ids
     )
-    engine = make_engine(tokenizer, params, seed=7, **SAMPLING)
+    engine = make_engine(tokenizer, params, SamplingParams(**SAMPLING), seed=7)
     first = None
     with jetstream_server(engine) as port:
         for index in range(2):

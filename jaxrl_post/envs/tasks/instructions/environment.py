@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxrl_post.conversations import group_of, prompt_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
-from jaxrl_post.envs.tasks.held_out import rows_of_split, split_of
+from jaxrl_post.envs.tasks.held_out import TasksOfFiles, split_of
 from jaxrl_post.envs.tasks.instructions.constraints import Constraint
 from jaxrl_post.envs.tasks.instructions.generated import Request, answer, make
 from jaxrl_post.envs.tasks.ranges import (
@@ -29,7 +29,7 @@ _GENERATED = ("constraints", "slips", "seed", "train_size", "eval_size")
 
 
 @dataclass(frozen=True)
-class Instructions:
+class Instructions(TasksOfFiles["_Row"]):
     """Prompts whose instructions a program verifies, such as "use no commas".
 
     The kinds of instructions and their parameters are those of IFEval, all but the
@@ -97,28 +97,20 @@ class Instructions:
         return "instructions"
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The prompts of a split.
-
-        Raises:
-            ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet without the extra.
-            OSError: if the file cannot be read.
-        """
+        """The prompts of a split; raises as `TasksOfFiles` has it."""
         if self.path is None:
             size = self.train_size if split == "train" else self.eval_size
             return TaskSequence(size, lambda index: self._generated(split, index))
-        rows = rows_of_split(
-            split,
-            self.path,
-            self.eval_path,
-            _row,
-            lambda row: group_of(row.messages),
-            on_bad_row=self.on_bad_row,
-        )
-        return tuple(
-            Task(index, row.messages, "", {"constraints": row.constraints})
-            for index, row in enumerate(rows)
-        )
+        return super().tasks(split)
+
+    def _row(self, row: Mapping[str, Any]) -> list[_Row]:
+        return _row(row)
+
+    def _text(self, row: _Row) -> str:
+        return group_of(row.messages)
+
+    def _task(self, index: int, row: _Row) -> Task:
+        return Task(index, row.messages, "", {"constraints": row.constraints})
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         """Verifies every instruction.

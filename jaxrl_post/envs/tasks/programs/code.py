@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_post.conversations import prompt_of, text_of
-from jaxrl_post.envs.env import Message, Split, Step, Task, response
+from jaxrl_post.envs.env import Message, Step, Task, response
 from jaxrl_post.envs.tasks.blocks import last_block
-from jaxrl_post.envs.tasks.held_out import rows_of_split
+from jaxrl_post.envs.tasks.held_out import TasksOfFiles
 from jaxrl_post.envs.tasks.programs.hidden_tests import MOST_OUTPUT, HiddenTests
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
@@ -21,7 +21,7 @@ _PROMPTS = ("prompt", "messages")
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(TasksOfFiles["_Row"]):
     r"""Programming problems from a JSON Lines or Parquet file, with hidden tests.
 
     The program is the last fenced block of the response, or all of it without one. It
@@ -83,23 +83,8 @@ class Code:
         """A short name for logs."""
         return "code"
 
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The problems of a split, in the file's order.
-
-        Raises:
-            ValueError: at a bad row under "fail", or if the split is empty.
-            ModuleNotFoundError: for .parquet without the extra.
-            OSError: if the file cannot be read.
-        """
-        rows = rows_of_split(
-            split,
-            self.path,
-            self.eval_path,
-            self._row,
-            lambda row: row.text,
-            on_bad_row=self.on_bad_row,
-        )
-        return tuple(self._task(index, row) for index, row in enumerate(rows))
+    def _text(self, row: _Row) -> str:
+        return row.text
 
     def prepare(self) -> None:
         """Finds the sandbox.
