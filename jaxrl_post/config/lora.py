@@ -12,7 +12,8 @@ __all__ = ["AdapterConfig"]
 class AdapterConfig:
     """Training an adapter in place of the model's own parameters.
 
-    A value head or a process reward model's head is trained whole beside the adapter.
+    A value head or a process reward model's head is trained in full together with the
+    adapter.
 
     Attributes:
         rank: rank of the adapter's matrices (LoRA); 0 for no adapter, all parameters
