@@ -2,7 +2,7 @@
 
 A wrong mask, a NaN or a loss that no gradient reaches shows late in a run, or never.
 Here the algorithm's functions are called under `jax.jit` on a small batch: two prompts
-with two samples, one of which is invalid, then two sequences with prompts and padding.
+with two samples, one of them invalid, then two sequences with prompts and padding.
 """
 
 import functools
@@ -155,7 +155,7 @@ def _of_objectives(algorithm: Algorithm) -> str | None:
     return None
 
 
-# What an objective is given, with a number at the tokens that the mask leaves out, and
+# Inputs of an objective, with a number at the tokens that the mask leaves out, and
 # with the reference's log-probs or without.
 type _Given = Callable[[float, bool], tuple[Predictions, TokenBatch]]
 

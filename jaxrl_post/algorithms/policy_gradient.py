@@ -159,7 +159,7 @@ def gspo(
     It is GRPO with one clipped ratio per sequence, the geometric mean of its tokens'
     ratios, which needs a small clip range. Advantages and corrections of single tokens
     count for these alone (the paper's GSPO-token, eq. 13); where they are equal in a
-    sequence, its gradient is that of eq. 5.
+    sequence, its gradient is the gradient of eq. 5.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.

@@ -69,7 +69,7 @@ def ppo(
         lambda_: in [0, 1], of the policy's advantages.
         value_lambda: in [0, 1], of the critic's targets. With 1 the targets are the
             returns, which VC-PPO found to matter for long answers; with `lambda_` they
-            are those of the PPO paper.
+            are as in the PPO paper.
         whiten: whether advantages get mean 0 and variance 1 over the batch's tokens.
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.
         clip_high: >= 0; the ratio is clipped at 1 + clip_high.
@@ -260,8 +260,9 @@ def distillation(
     """On-policy distillation: the student's own samples, graded token by token.
 
     The reference policy is the teacher. A token's advantage is log teacher - log
-    student, so that the expected gradient is that of the reverse KL from the student
-    to the teacher at the prefixes that the student visits. Rewards are only metrics.
+    student, so that the expected gradient is the gradient of the reverse KL from the
+    student to the teacher at the prefixes that the student visits. Rewards are only
+    metrics.
 
     Args:
         clip_low: in [0, 1]; the ratio is clipped at 1 - clip_low.

@@ -103,9 +103,9 @@ def cispo(
 
     L_t = -stop_gradient(clip(r_t, ratio_low, ratio_high)) A_t log p_t
 
-    Unlike PPO's clip, this one removes no token's gradient. The bounds are those of the
-    ratio itself: NeMo RL, verl and slime have [1 - eps_low, 1 + eps_high]; TRL has
-    [0, eps_high].
+    Unlike PPO's clip, this one removes no token's gradient. The bounds apply to the
+    ratio itself: NeMo RL, verl and slime have [1 - eps_low, 1 + eps_high]; TRL has [0,
+    eps_high].
 
     Args:
         policy_logprobs: log p (nats), differentiable.
@@ -192,7 +192,7 @@ def sapo(
         mask: bool, True where a token counts.
         tau_positive: > 0; the paper's 1.0.
         tau_negative: > 0; the paper's 1.05, above tau_positive because lowering one
-            token's probability raises those of the many unsampled tokens.
+            token's probability raises the many unsampled tokens' probabilities.
 
     Returns:
         float32; 0 where the mask is False.
@@ -379,8 +379,8 @@ def clipped_sequence_surrogate(
 
     L_t = -min(w_i A_t, clip(w_i, 1 - clip_low, 1 + clip_high) A_t) for t in sequence i,
     with w_i the product of its tokens' ratios. The mean over a sequence's tokens is the
-    loss of the sequence; on policy its gradient is that of REINFORCE on the token sum.
-    `gspo` takes the geometric mean instead of the product.
+    loss of the sequence; on policy its gradient is the gradient of REINFORCE on the
+    token sum. `gspo` takes the geometric mean instead of the product.
 
     Args:
         policy_logprobs: log p (nats), differentiable.

@@ -1,10 +1,9 @@
 """Sums and means over the sequences of a row, broadcast to every token.
 
 A row holds one sequence (`segment_ids` is None) or several side by side: segment ids
-1.. number the row's sequences and 0 is padding, which is never counted. Tokens of one
-may also stand between those of another, as in a row of trees. Every token
-gets its own sequence's result, so shapes stay [*batch, length] and packed rows give the
-same results as unpacked rows.
+1.. number the row's sequences and 0 is padding, which is never counted. Sequences may
+also interleave, as in a row of trees. Every token gets its own sequence's result, so
+shapes stay [*batch, length] and packed rows give the same results as unpacked rows.
 
 A row of `length` tokens has at most `length` sequences. An id outside [0, length] makes
 every result of its row NaN, and the count of sequences with it, so that the loss shows

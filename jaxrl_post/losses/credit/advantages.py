@@ -7,7 +7,7 @@ keeps the raw reward, as `single="raw"` does. A group of equal rewards gives exa
 `baselines` has the estimators that need more than rewards, or that optimise another
 goal than the mean reward.
 
-The last axis is the group: rewards in a flat array [n] are those of one group of n. A
+The last axis is the group: rewards in a flat array [n] belong to one group of n. A
 trainer with a flat list, such as TRL's, in which the samples of a prompt stand side by
 side, reshapes it, or all prompts are compared with each other without an error:
 
