@@ -53,7 +53,7 @@ class Rendered:
         return True
 
     def warn(self, what: str) -> None:
-        """Logs how many examples there were, and the first, and begins anew.
+        """Logs how many examples there were, and the first, and begins again.
 
         Args:
             what: the examples, such as "train tasks of gsm8k".
