@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p keep, found without sorting the vocabulary.
+"""Finds the tokens that top-k, top-p and min-p keep, without sorting the vocabulary.
 
 The likeliest 128 tokens of a row nearly always hold all that is kept, and then tell the
 least of it. Otherwise the bits of the least kept logit are found one by one: each takes
@@ -18,7 +18,7 @@ __all__ = ["CANDIDATES", "Likeliest", "SamplingArrays", "least_kept", "likeliest
 
 # Tokens of a row that are looked at first.
 CANDIDATES = 128
-# Tokens of a block, of which the largest is found first.
+# Tokens of a block; the largest of each block is found first.
 BLOCK = 128
 
 
@@ -64,7 +64,7 @@ def likeliest(
         blocks = jnp.pad(scaled, none, constant_values=-jnp.inf)
         blocks = blocks.reshape(-1, BLOCK, rows)
         _, chosen = jax.lax.top_k(blocks.max(axis=1).T, most)
-        # In their order, so that of equal logits the first comes first.
+        # In their order, so that the first of equal logits comes first.
         chosen = jnp.sort(chosen, axis=1)
         inside = jnp.take_along_axis(
             blocks.transpose(2, 0, 1), chosen[:, :, None], axis=1
