@@ -236,7 +236,7 @@ class AgentEnvironment(Environment, Protocol):
         Args:
             task: the problem.
             base_url: of the episode, such as "http://127.0.0.1:8000/episodes/3-0/v1",
-                for one agent; POST .../reward beside /v1 credits single turns.
+                for one agent; POST .../reward in place of .../v1 credits single turns.
                 `player_url` has one for each of several players.
 
         Returns:
@@ -333,8 +333,8 @@ def require_player(name: object) -> None:
 def player_url(base_url: str, name: str) -> str:
     """The base URL of one player of an agent's episode.
 
-    What is served under it is recorded as this player's: conversations continue those
-    of the same player alone, and rewards are compared with the same player's.
+    What is served under it is recorded as this player's: conversations continue only
+    the same player's, and rewards are compared with the same player's.
 
     Args:
         base_url: of the episode, as `AgentEnvironment.run` gets it; ends with /v1.
@@ -350,8 +350,7 @@ def player_url(base_url: str, name: str) -> str:
     episode, found, rest = base_url.rstrip("/").rpartition("/v1")
     if not found or rest or "/players/" in episode:
         raise ValueError(
-            "base_url must be that of an episode, and end with /v1; got "
-            f"{base_url!r:.200}"
+            f"base_url must be an episode's, and end with /v1; got {base_url!r:.200}"
         )
     return f"{episode}/players/{name}/v1"
 

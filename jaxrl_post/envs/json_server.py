@@ -143,10 +143,10 @@ class JsonServer:
 
 
 class _Until(io.RawIOBase):
-    """What a socket sends, up to an instant.
+    """Reads a socket until a deadline.
 
-    The timeout of a socket is that of each read, so headers that come byte by byte
-    could take any time.
+    A socket's timeout applies to each read, so headers that come byte by byte could
+    take any time.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
     """Follows no redirection: it would turn a POST into a GET, and carry keys along."""
 
     def redirect_request(self, *_: Any) -> None:
-        """None: the answer stays that of the first server."""
+        """Follows no redirect: the first server's answer counts."""
 
 
 def require_http(url: str) -> None:

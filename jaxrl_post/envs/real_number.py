@@ -1,4 +1,4 @@
-"""Takes what somebody's code returned for a number, of whatever library it is."""
+"""Converts a user's return value to a number, from any numeric library."""
 
 from __future__ import annotations
 

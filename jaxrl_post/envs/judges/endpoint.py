@@ -21,7 +21,7 @@ __all__ = ["ChatEndpoint", "JudgeError"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Statuses that asking again may mend, beside those of a server that is away.
+# Statuses worth a retry, in addition to a server that is away.
 _BUSY = (408, 429, 500)
 # Answers that a process keeps in memory.
 _MOST_KEPT = 10_000
@@ -189,7 +189,7 @@ class ChatEndpoint:
 
 @lru_cache(maxsize=1)
 def _kept() -> dict[str, str]:
-    """What models said, by request; one memory a process."""
+    """Answers of the models by request, one memory per process."""
     return {}
 
 
@@ -238,7 +238,7 @@ def _place(folder: Path, key: str) -> Path:
 
 
 def _read(folder: Path, key: str) -> str | None:
-    """What was said, from its file; None if there is none, or it is damaged."""
+    """Reads an answer from its file; None if there is none, or it is damaged."""
     try:
         found = json.loads(_place(folder, key).read_text(encoding="utf-8"))
     except (OSError, ValueError):

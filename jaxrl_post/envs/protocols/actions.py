@@ -1,4 +1,4 @@
-"""From a policy's text to an action of a schema, and from an observation to text."""
+"""Converts a policy's text to an action of a schema, and an observation to text."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_field(field: str | None, schema: Mapping[str, Any]) -> None:
 
 
 def text_of_observation(observation: Any, field: str | None) -> str:
-    """What the policy reads of an observation.
+    """Writes an observation as the text that the policy reads.
 
     With `field` the value of that field. Otherwise all fields but "metadata", "reward"
     and "done", without those that are null: the value if only one is left, else the

@@ -41,10 +41,10 @@ class NemoGym:
     """Tasks of a resource server of NeMo Gym, which is not installed here.
 
     A row of the file has `responses_create_params`, with the messages and the tools of
-    the task, and whatever else the server wants to know. An episode does this:
+    the task, and everything else that the server needs. An episode does this:
 
     - POST URL/seed_session with the row. The server's cookie is kept for the episode.
-    - POST URL/TOOL with the arguments, a call. The body is the result, also that of a
+    - POST URL/TOOL with the arguments, a call. The body is the result, also with a
       status from 400 to 499.
     - POST URL/verify with the row and `response`, the conversation in the form of the
       Responses API, when the policy answers without a call. `reward` is the reward.
@@ -204,7 +204,7 @@ class _Episode:
                     self._server, until = self._seeded(until)
                 return self._server.post(name, body, until)
             except UnreachableError:
-                # What was away may have been started again, and know no session.
+                # The server may have been started again, and have lost the session.
                 self.close()
                 raise
 
@@ -235,7 +235,7 @@ class _Episode:
             if reply.status >= 300:
                 raise ServerError(
                     f"POST {server.url}/seed_session: status {reply.status}, "
-                    f"{reply.text!r:.200}. The rows must be those of this server"
+                    f"{reply.text!r:.200}. The rows must be this server's own"
                 )
             self._journal.replay(again, slow=slow)
         except SlowServerError as error:
@@ -245,7 +245,7 @@ class _Episode:
 
 
 def _result(reply: Reply) -> str:
-    """What the policy reads of a call's answer."""
+    """Writes a call's answer as the text that the policy reads."""
     if reply.status >= 500:
         raise ToolError(f"the server failed with status {reply.status}")
     return reply.text
@@ -281,8 +281,8 @@ def _row(row: Mapping[str, Any]) -> list[Task]:
     for tool in tools:
         if tool["function"]["name"] in _RESERVED:
             raise BadRowError(
-                f"a tool must not have the name {tool['function']['name']!r}, which is "
-                "that of a request of the protocol"
+                f"a tool must not have the name {tool['function']['name']!r}, which "
+                "the protocol uses for a request"
             )
     # The index follows from the split.
     return [Task(0, messages_of(params), "", {"row": dict(row)}, tools)]

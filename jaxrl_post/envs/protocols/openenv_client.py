@@ -25,7 +25,7 @@ class RefusalError(Exception):
 
 
 class Result(NamedTuple):
-    """What came of a reset or of an action.
+    """Result of a reset or of an action.
 
     Attributes:
         observation: a JSON object.
@@ -68,7 +68,7 @@ class OpenEnvClient:
                     compression=None,
                     open_timeout=left,
                     close_timeout=_CLOSE,
-                    # Who computes an answer may not answer pings meanwhile.
+                    # A server that computes an answer may not answer pings meanwhile.
                     ping_interval=None,
                     max_size=most_bytes,
                 )

@@ -283,5 +283,5 @@ def _error(number: int) -> _Instruction:
 
 
 def _case(number: int, *body: _Instruction) -> list[_Instruction]:
-    """What becomes of one call; the body ends in a return on every way through it."""
+    """Filters one system call; every path through the body ends in a return."""
     return [(_EQUAL, 0, len(body), number), *body]

@@ -48,7 +48,7 @@ def prctl(option, *arguments):
 
 
 def guard(owner, home):
-    """Goes on in a child; this process ends the place with its owner, or when told to.
+    """Continues in a child; this process ends the place with its owner, or when told.
 
     It ends last: what has lost its parent becomes its child, and no descendant is left.
     It removes the directory, which an owner that was killed does not; another removes
@@ -66,7 +66,7 @@ def guard(owner, home):
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    os.setpgid(child, child)  # Whichever of the two is first.
+    os.setpgid(child, child)  # Both do this; the first one counts.
     # The child's end is the end of its output, too.
     os.closerange(0, 256)
     ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -325,7 +325,7 @@ class Calls:
         self.reader, self.writer = reader, writer
         self.most = settings["output_bytes"]
         # Whether no other program has this user, or none can be seen: then a signal to
-        # all processes reaches those of this sandbox alone.
+        # all processes reaches only this sandbox's.
         self.alone = settings["alone"]
         self.interpreter = None
         # How each of the children that have ended did so.

@@ -36,7 +36,7 @@ _TOOL = Tool(
         "required": ["key"],
     },
 )
-# Share of the keys, but for those of the last level, that lead to another key.
+# Share of the keys above the last level that lead to another key.
 _REDIRECTED = 0.7
 
 
@@ -104,7 +104,7 @@ class Table:
         return self
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What stands in the table.
+        """Returns the table's entry for a key.
 
         Raises:
             ToolError: the argument is no key.

@@ -50,7 +50,7 @@ class Nim:
             others are random. Where no move is good it takes any.
         begun: share of the training games, in [0, 1], whose prompt holds a random move
             of each player, if stones are left then: so a supervised warm start sees
-            how a game goes on.
+            later moves of a game.
         slips: share of the demonstrations, in [0, 1], that take as many stones as they
             may. A model that imitates them learns the rules, but wins seldom.
         instruction: text before the number of the game.
@@ -145,7 +145,7 @@ class Nim:
             name: _Player(player_url(base_url, name), task.data["prefix"])
             for name in PLAYERS
         }
-        # What the first player has heard and said in a game that has begun.
+        # The first player's messages in a game that has begun.
         players[PLAYERS[0]].messages = [
             {"role": each.role, "content": each.content} for each in task.messages[:-1]
         ]

@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 # Words of a query that are looked up; the others are dropped.
 _MOST_WORDS = 64
-# Words of which an index remembers whether they are common.
+# Words for which an index remembers whether they are common.
 _MOST_KNOWN = 1 << 14
 
 _TABLE = """

@@ -36,7 +36,7 @@ def facts(
     eval_size: int = 200,
     passages: int = 2,
 ) -> ToolEnvironment:
-    """Where invented people live, which only a search in a corpus can tell.
+    """Questions where invented people live, which only a search in a corpus can answer.
 
     The policy may call the tool `search` over the passages of 400 people, such as "Ada
     Ash lives in Lima.", before it answers. The reward is the F1 of the answer's words

@@ -32,9 +32,9 @@ _GENERATED = ("constraints", "slips", "seed", "train_size", "eval_size")
 class Instructions:
     """Prompts whose instructions a program verifies, such as "use no commas".
 
-    The kinds of instructions and their parameters are those of IFEval, all but the
-    language of the response (`checks.KINDS`). Without `path`, prompts with one to
-    `constraints` instructions are generated.
+    The kinds of instructions and their parameters are IFEval's, except the language of
+    the response (`checks.KINDS`). Without `path`, prompts with one to `constraints`
+    instructions are generated.
 
     Args:
         path: .jsonl or .json with one object a line, or .parquet (extra `parquet`):

@@ -18,7 +18,7 @@ __all__ = ["Extraction", "final_answer", "is_number", "require_extraction"]
 
 type Extraction = Literal["flexible", "strict"]
 
-# What makes a number the beginning of a longer answer, as of 4\sqrt{2}, 5! or 3 or 5.
+# Text that makes a number the beginning of a longer answer: 4\sqrt{2}, 5!, 3 or 5.
 _GOES_ON = re.compile(
     r"[!\w({]|\s*(?:[\^_]|[-+*/:=<>]\s*[\d.\\(]|\\(?!text|math|mbox)|[,;]\s*[-+\\.(]?\d)"
     r"|\s+(?:\d+/\d|\d{3}(?!\d))|\s+(?:or|and|to)\s+[-+\\.(]?\d"

@@ -43,7 +43,7 @@ _MINUS_POWER = re.compile(r"\^-(\d+)")
 _RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?![a-zA-Z])")
 # The library leaves these out before it reads.
 _LEFT_OUT = re.compile(r"\\[lcvd]?dots|\.\.|['\"]")
-# What a subscript or a power of one character may stand in.
+# Braces around a subscript or a power of one character.
 _BRACES = re.compile(r"([_^])(?:\{\s*(\w)\s*\}|(\w))")
 _ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
 # A number with an exponent as JSON writes it, alone or as an element.
@@ -112,7 +112,7 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def _kind(text: str) -> str | None:
-    """What encloses a list or an interval, or "relation"; None of all else."""
+    """Brackets of a list or an interval, or "relation"; None for all else."""
     text = re.sub(r"\\(?:left|right|big|Big)(?![a-zA-Z])", "", text)
     text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(" ", "")
     if _RELATION.search(text):
@@ -160,7 +160,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _read(text: str) -> Any:
-    """What a cleaned text says; None unless it can be read to its end."""
+    """Parses a cleaned text; None unless it can be read to its end."""
     import sympy
 
     text = joined(without_unit(text))
@@ -177,7 +177,7 @@ def _read(text: str) -> Any:
         return _reader()(text)
     except MemoryError:
         raise
-    # Whatever the parser raises, it has not read the text.
+    # Every error of the parser means that it has not read the text.
     except Exception:
         return None
 

@@ -34,7 +34,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class HiddenTests:
-    """How programs are tested; `code.Code` says what a test is.
+    """Tests of programs; `code.Code` says what a test is.
 
     Args:
         reward: "all" is 1 for a program that passes all tests and 0 otherwise; "share"
@@ -183,8 +183,8 @@ class _Candidate:
                 return False
             # The time to open a place is not the program's.
             seconds = max(0.0, seconds - loaded.processor)
-        # What the program prints is told from its result by a mark that it has not
-        # seen. A program that guesses it still does not know what is expected.
+        # A mark that the program has not seen tells its output from its result. A
+        # program that guesses it still does not know what is expected.
         mark = secrets.token_hex(8)
         arguments = json.dumps(test["arguments"])
         star = "*" if isinstance(test["arguments"], list) else "**"
@@ -256,7 +256,7 @@ def _is_close(said: float, expected: float) -> bool:
     try:
         return abs(said - expected) <= (_CLOSE * abs(expected) or _TINY)
     except OverflowError:
-        # A whole number that no float can hold, beside one.
+        # A whole number that no float can hold, compared with a float.
         return False
 
 

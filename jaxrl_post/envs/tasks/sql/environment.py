@@ -307,7 +307,7 @@ def _rows(seconds: float, max_rows: int, database: Database, query: str) -> Rows
 def _wrong_with(
     seconds: float, max_rows: int, database: Database, query: str
 ) -> str | None:
-    """Why a right query cannot be one; kept, as both splits read the whole file."""
+    """Says why a reference query is unusable; cached, as both splits read the file."""
     try:
         found = _rows(seconds, max_rows, database, query)
     except SqlError as error:
@@ -340,7 +340,7 @@ def _told(executor: Executor, database: Database, tables: Tables, rows: int) -> 
 
 
 def _quoted(name: str) -> str:
-    """A name as SQL writes it, whatever its characters."""
+    """Quotes a name for SQL; it may have any characters."""
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -13,7 +13,7 @@ __all__ = ["DOMAINS", "VARIANTS", "Content", "Domain", "Table", "content"]
 # Data bases of each domain: their rows differ, their tables do not.
 VARIANTS = 8
 
-# Of a table: integers and texts.
+# A row of a table: integers and texts.
 type Row = tuple[Any, ...]
 
 
@@ -184,7 +184,7 @@ def _columns(rng: Random, table: Table, size: int) -> list[list[int]]:
 
 
 def _some_twice(rng: Random, values: Sequence[str], size: int) -> list[str]:
-    """Texts of which the first stands twice at least, in any order."""
+    """Draws texts, the first of them at least twice, in any order."""
     chosen = [values[0], *(rng.choice(values) for _ in range(size - 2)), values[0]]
     rng.shuffle(chosen)
     return chosen
