@@ -1,9 +1,9 @@
-"""How a chat template takes tool calls: with arguments as an object, or as JSON text.
+"""Forms of tool calls for chat templates: arguments as an object, or as JSON text.
 
-Most templates write an object themselves, in the family's own way. Some concatenate
-the arguments, as those of DeepSeek do, and so need JSON text; some tell a message that
-only calls by a content that is None, and others would write "None". Which of these a
-template is, a trial shows.
+Most templates write an object themselves, in the family's own way. Some concatenate the
+arguments, as DeepSeek's do, and so need JSON text; some recognise a message that only
+calls by a content of None, and others would write "None". A trial shows which kind a
+template is.
 """
 
 import json
@@ -16,7 +16,7 @@ from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["calls_of", "taken_by"]
 
-# Of a trial's call; letters, which no escape changes.
+# Name, key and value of a trial's call; letters, which no escape changes.
 NAME, KEY, VALUE = "qzname", "qzkey", "qzvalue"
 OBJECT = {KEY: VALUE}
 TOOL = {
@@ -30,7 +30,7 @@ TOOL = {
 
 
 class _Form(NamedTuple):
-    """What a template is given of a message that calls.
+    """Form in which a template takes a message that calls.
 
     Attributes:
         text: whether arguments are JSON text instead of an object.
@@ -85,7 +85,7 @@ def _call(call: Any, strict: bool) -> dict[str, Any]:
 
 
 def _object(arguments: Any) -> Any:
-    """The object of which arguments are the text; else the arguments."""
+    """Parses arguments that are JSON text; returns others as they are."""
     value = {} if arguments is None else arguments
     while isinstance(value, str):
         try:

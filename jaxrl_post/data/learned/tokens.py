@@ -1,4 +1,4 @@
-"""Tokens of a text of which parts are sampled: none spans the end of a prompt."""
+"""Tokens of a partly sampled text: no token spans the end of a prompt."""
 
 from bisect import bisect_left
 from collections.abc import Iterable

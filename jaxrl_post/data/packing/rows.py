@@ -44,7 +44,7 @@ def pack_microbatches(
         rows: rows of a microbatch, >= 1, such as the parts into which a mesh splits
             the batch.
         kept_ids: as for `pack`.
-        least: shortest length of a row, such as that of another minibatch.
+        least: shortest length of a row, such as another minibatch's.
 
     Returns:
         NumPy arrays [microbatches * rows, length].

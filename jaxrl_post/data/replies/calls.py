@@ -67,7 +67,7 @@ def loads(text: str) -> Any:
 def mark_outside(
     text: str, marks: Sequence[str], begin: int = 0
 ) -> tuple[int, int] | None:
-    """Where the first mark stands that is in no string of JSON; None for none.
+    """Finds the first mark outside of JSON strings; None for none.
 
     Args:
         text: JSON, perhaps with something before it and after it.

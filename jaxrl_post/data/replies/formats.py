@@ -67,7 +67,7 @@ OTHERS: dict[FormatName, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Format:
-    """How a family writes what is not its answer.
+    """Marks with which a family writes what is not its answer.
 
     Attributes:
         name: of the format of tool calls; None if the template has no known one.
