@@ -1,4 +1,4 @@
-"""How the decode kernel for Hopper GPUs cuts its work into blocks of threads."""
+"""Cuts the work of the decode kernel for Hopper GPUs into blocks of threads."""
 
 import math
 from typing import NamedTuple
@@ -24,7 +24,7 @@ EXCHANGED = 4 * 8 * 4
 
 
 class Widths(NamedTuple):
-    """What the keys and values of one head look like.
+    """Widths and dtypes of the keys and values of one head.
 
     Attributes:
         dim: numbers of a key.

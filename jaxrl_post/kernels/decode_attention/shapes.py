@@ -18,7 +18,7 @@ class Shape(NamedTuple):
         own: keys of each sequence.
         members: sequences of a group; 0 for no shared keys.
         shared: keys that a group shares.
-        codes: dtype of quantised entries; None for that of the queries.
+        codes: dtype of quantised entries; None for the queries' dtype.
         window: tokens that a query looks back; None for all.
         softcap: of the scores; None for no cap.
         sinks: whether heads have sinks.

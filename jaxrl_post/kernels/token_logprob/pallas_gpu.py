@@ -15,7 +15,7 @@ atomically.
 
 Kept tokens (top-k, top-p, min-p) are no part of the kernels. Their logits, a few for
 each row, are products with rows of the weight that are gathered, and what their
-log-probs add to the gradient is written into that of the logits.
+log-probs add to the gradient is written into the logits' gradient.
 
 References:
     Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models,
