@@ -1,4 +1,4 @@
-"""What the routes of OpenAI's API have in common: sampling parameters, and answers."""
+"""Shared by the routes of OpenAI's API: sampling parameters, and answers."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def sampling_of(
         alternatives: whether the likeliest tokens are asked for.
 
     Raises:
-        ApiError: a value is out of range, or a stop string has a special token beside
+        ApiError: a value is out of range, or a stop string has a special token and
             other text.
     """
     given = {
@@ -169,7 +169,7 @@ def likeliest(
             others.logprobs[place, :count].tolist(),
             strict=True,
         )
-        # What the constraint forbids is not there.
+        # Tokens that the constraint forbids are left out.
         found.append(
             {t: max(v - shift, LEAST_LOGPROB) for t, v in pairs if v > -float("inf")}
         )
@@ -199,7 +199,7 @@ def chat_logprobs(
 
 
 def head_of(served: Served, prefix: str, kind: str) -> dict[str, Any]:
-    """What every answer of a request begins with."""
+    """First fields of every answer of a request."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,

@@ -92,7 +92,7 @@ class _Asked:
     async def of(
         cls, served: Served, fields: ChatFields, recorder: Recorder | None
     ) -> "_Asked":
-        """Reads and checks a request; what takes long runs in a thread beside others.
+        """Reads and checks a request; slow work runs in a thread.
 
         Raises:
             ApiError: names what is wrong with it.
@@ -169,7 +169,7 @@ class _Asked:
             self.recorded.drop()
 
     def reply(self, served: Served, update: Update) -> Reply:
-        """What a sample says, in parts."""
+        """Splits a sample's text into its parts."""
         finished = update.finish_reason is not None
         text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
         reply = parse(
@@ -342,7 +342,7 @@ def _logprobs(
 
 @dataclass
 class _Told:
-    """What a stream has said of a choice."""
+    """State of a stream's choice: what it has sent."""
 
     begun: bool = False
     content: str = ""
@@ -360,7 +360,7 @@ class _Choices:
     told: dict[int, _Told] = field(default_factory=dict)
 
     def piece(self, update: Update) -> dict[str, Any] | None:
-        """What is new in a choice; None for nothing."""
+        """The new part of a choice; None for nothing."""
         told = self.told.setdefault(update.sample_index, _Told())
         reply = self.asked.reply(self.served, update)
         delta: dict[str, Any] = {}

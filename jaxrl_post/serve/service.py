@@ -56,7 +56,7 @@ class Sampler(Protocol):
         ...
 
     def unfinished(self) -> Sequence[Unfinished]:
-        """What each running sample has sampled."""
+        """Returns the tokens of each running sample."""
         ...
 
     def cancel(self, samples: Sequence[SampleId] | None = None) -> list[Completion]:
@@ -72,7 +72,7 @@ class Update:
         sample_index: which sample of the request.
         tokens: all that it has sampled so far.
         alternatives: of these tokens; None if not asked for.
-        finish_reason: why it ended; None while it goes on.
+        finish_reason: why it ended; None while it is running.
         error: what was wrong, if it failed; else "".
         refused: whether it failed because the sampler does not take such a request, or
             by the request's own constraint.
@@ -139,7 +139,7 @@ class Service:
         self._thread.start()
 
     def new_id(self) -> int:
-        """A prompt id that no request under way has."""
+        """A prompt id that no unfinished request has."""
         return next(self._ids) % 2**32
 
     def check(self, request: Request) -> None:
@@ -188,7 +188,7 @@ class Service:
         Args:
             sampler: takes the place of the one before, with newer parameters; of the
                 same engine.
-            wait_s: seconds to wait for a request if nothing is under way.
+            wait_s: seconds to wait for a request if nothing is running.
         """
         self._sampler = sampler
         self._round(self._news(0.0 if sampler.busy else wait_s))
@@ -198,7 +198,7 @@ class Service:
         self._abandon()
 
     def drain(self) -> None:
-        """Takes no more requests; those under way go on."""
+        """Takes no more requests; running ones continue."""
         with self._lock:
             self._draining = True
 
@@ -228,7 +228,7 @@ class Service:
                 self._round(self._news(0.0 if self._sampler.busy else IDLE_S))
             self._finish(self._sampler.cancel())
         except BaseException as error:
-            # Whoever waits hears of it, and whoever closes the service raises it.
+            # Waiting calls get this error, and closing the service raises it.
             self.error = error
         finally:
             self._abandon()
