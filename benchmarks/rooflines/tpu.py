@@ -1,4 +1,4 @@
-"""What the kernels for TPUs take at best: from their own tiles and a chip's rates.
+"""Lower bounds on the times of the TPU kernels, from their tiles and a chip's rates.
 
 Each kernel counts the products that it computes, the recomputed ones too, and the bytes
 that its blocks really move between HBM and VMEM. It takes the longer of the two, with
@@ -23,8 +23,8 @@ from jaxrl_post.programs.planning.chips import CHIPS
 
 # Seconds of a step of the grid, about: JAX's documentation of Pallas on TPUs.
 STEP_S = 0.35e-6
-# Of the logits of a step, in XLA's program as it is compiled for a v5e: logits and
-# weights are written, each is read, and the weights are copied into another layout.
+# Bytes for the logits of a step, in XLA's program as it is compiled for a v5e: logits
+# and weights are written, each is read, and the weights are copied into another layout.
 LOGIT_PASSES = 6
 NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 # Rows and columns of a matrix unit, by the pages that `CHIPS` names. A product whose
@@ -33,7 +33,7 @@ UNIT = {"TPU v5 lite": 128, "TPU v5": 128, "TPU v6 lite": 256}
 
 
 class Kernel(NamedTuple):
-    """What one kernel does.
+    """Work of one kernel.
 
     Attributes:
         flops: of its matrix products, with what pads them for the matrix unit.

@@ -31,7 +31,7 @@ def lookup() -> RLConfig:
             max_turns=4,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        # AdamW's moments begin anew after the warm start: with larger steps the policy
+        # AdamW's moments restart after the warm start: with larger steps the policy
         # may collapse to empty answers.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),
