@@ -121,7 +121,7 @@ def test_a_program_that_cannot_be_compiled_costs_one_line():
 
 
 def test_times_of_a_profile_are_those_of_the_device(tmp_path):
-    """Of its streams or operations; other lines of a plane name them again."""
+    """Lines of its streams or operations; other lines of a plane name them again."""
     plane = """
         planes { name: "%s"
           lines { name: "%s" %s }
