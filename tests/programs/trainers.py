@@ -101,7 +101,7 @@ def _begin(
 def _parts(
     algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool, kept_ids: int
 ) -> tuple[Algorithm, Watched, Engine]:
-    """What compiles: made once for every algorithm."""
+    """Compiled parts: made once for every algorithm."""
     model = make_model()
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
     learner, _ = _begin(model, made.objective, exact=exact)
@@ -116,7 +116,7 @@ def _parts(
 def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
 ) -> rl.Trainer:
-    """A trainer at step 0. Sizes and optimizer must be those of RL."""
+    """A trainer at step 0. Sizes and optimizer must be as in RL."""
     algorithm, learner, engine = _parts(
         config.algorithm, config.distill, config.exact, config.kept_ids
     )
@@ -182,7 +182,7 @@ def assert_same(left, right) -> None:
 
 
 def go_on(config: PreferenceConfig | SFTConfig) -> tuple[Outcome, str]:
-    """Begins an offline run, or goes on with it; and what it printed."""
+    """Begins or continues an offline run; returns what it printed."""
     out = io.StringIO()
     console = Console(file=out, width=1000)
     return run_offline(config, console=console, command=""), out.getvalue()
