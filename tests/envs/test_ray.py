@@ -161,7 +161,7 @@ def test_a_connection_that_dies_is_made_anew(nodes, scripted):
     ):
         killed = cluster._driver
         judge(pool, 20, 10, killed.kill)
-        # All may have been judged before: then nobody has needed a new one.
+        # All may have been judged before: then no new one was needed.
         killed._process.wait(timeout=START_S)
         judge(pool, 2, 0, lambda: None)
         assert cluster._driver is not killed
