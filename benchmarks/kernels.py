@@ -188,8 +188,8 @@ def measured(
             program = compiled.result()
             row["gib"] = _needed(program) / 2**30
             if row["gib"] * 2**30 > memory:
-                said = f"needs {row['gib']:.1f} GiB, including {memory / 2**30:.1f} are"
-                yield row | {"skipped": f"{said} free"}
+                said = f"needs {row['gib']:.1f} GiB; {memory / 2**30:.1f} are free"
+                yield row | {"skipped": said}
                 continue
             arrays = prepared.arrays.result()()
             seconds = _seconds(program, arrays, options.repeats)

@@ -23,6 +23,8 @@ KEPT_IDS = 128
 class MismatchConfig:
     """Bounds on the difference of sampler and trainer with the same parameters.
 
+    A watch rule is a bound on a metric with an action: warn or stop.
+
     Both bounds are for mismatch/token_mult_prob_error, the mean factor by which they
     differ in the probability of a sampled token: 1 where they agree. Tokens that older
     parameters sampled do not count; a step with no other tokens is not compared and
@@ -40,6 +42,8 @@ class MismatchConfig:
 @dataclass(frozen=True)
 class RLConfig(RunConfig):
     """Training of a policy on its own samples.
+
+    The trainer is the part that computes losses and updates the policy.
 
     Attributes:
         env: arithmetic, calculate, code, facts, functions, gsm8k, guess,

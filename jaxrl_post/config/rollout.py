@@ -25,6 +25,11 @@ WeightsDtype = Literal["int8", "float8"]
 class RolloutConfig:
     """Sampling and judging of a step's rollouts.
 
+    A rollout is the work on one prompt from its first sampled token until all of its
+    samples are judged. The buffer is the set of judged groups that wait for a step. To
+    publish a version is to give the sampler its parameters. To stage a version is to
+    move its parameters to the sampler's devices, layout and dtype before they are used.
+
     Attributes:
         mesh: mesh of the sampler, on the devices of --mesh; "" for the same mesh, on
             which the sampler uses the trainer's own arrays. On another mesh it has a

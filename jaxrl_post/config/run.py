@@ -37,6 +37,9 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 class UpdateConfig:
     """Options for turning a batch into optimizer steps.
 
+    A step of a run is one batch, sampled or read, and the training on it. An update is
+    one optimizer step, on one minibatch; a step takes minibatches * epochs updates.
+
     Attributes:
         minibatches: parts of a batch; each serves one optimizer step of a pass.
         epochs: passes over a batch, so that a step of the run takes minibatches *

@@ -1,5 +1,9 @@
 """The interface of environments: tasks, turns and rewards.
 
+An episode is one sample with all of its turns. A turn is one answer of the policy, with
+the messages that the environment replies. A judge is a process that runs the
+environment's side of turns and returns rewards.
+
 An environment handles messages, never token ids, and does not use jax. It runs in a
 worker process of `jaxrl_post.envs.workers.pool`, which enforces the deadline. It
 answers a turn with a pure function of the whole conversation (`StatelessEnvironment`),
@@ -77,6 +81,9 @@ class Answer(Message):
 @dataclass(frozen=True)
 class Task:
     """One problem that the policy is asked to solve.
+
+    A prompt is the text that the sampler continues: the rendered messages of a task, or
+    in later turns of the conversation so far.
 
     Args:
         id: index of the task within its split, in [0, 2**32); seeds the sampling.

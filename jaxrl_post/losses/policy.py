@@ -1,5 +1,10 @@
 """Policy-gradient losses per token, to be minimised.
 
+The policy is the model that is trained, with the parameters of the current update. The
+proximal policy is the policy before the step's first update; ratios are clipped around
+it. The behaviour policy is the sampler's distribution, from which a token was drawn.
+The reference is a fixed model that a KL term keeps the policy near.
+
 Gradients flow through `policy_logprobs` alone; the proximal log-probs and advantages
 are constants. To force an on-policy ratio of exactly 1, pass the policy's own log-probs
 as the proximal ones.

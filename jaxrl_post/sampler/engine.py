@@ -77,7 +77,11 @@ class Engine:
     with tokens whose keys the cache still holds, such as the next turn of a
     conversation, prefills the rest alone. The batch shrinks as samples finish.
 
-    `dispatch` starts bursts of decoding steps and returns at once; `collect` waits for
+    A burst is a number of decoding steps that the device runs before the host looks at
+    their results. A switch is the start of the first burst with another version's
+    parameters.
+
+    `dispatch` starts bursts and returns at once; `collect` waits for
     the first of them. The host can work in between. While a burst runs, a second one
     waits on the device, which begins where the first will end. So the device keeps
     computing while the host looks at the results of the first.

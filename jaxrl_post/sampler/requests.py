@@ -216,6 +216,9 @@ class Request:
 class Completion:
     """One finished or cancelled sample.
 
+    A completion is the tokens that the sampler generates for one turn, the stop token
+    included.
+
     Attributes:
         prompt_id: prompt id of the request.
         sample_index: first_sample .. first_sample + num_samples - 1.

@@ -174,7 +174,7 @@ def test_too_few_cpus_are_an_error_that_counts_them(nodes, scripted):
     # The cluster's counts are a few seconds old.
     assert re.search(
         r"no node had 3 CPUs free for a worker within 10 s: the cluster has \d CPUs, "
-        r"of which \d are free\. Ask for fewer workers, or for fewer CPUs for each",
+        r"\d of them free\. Ask for fewer workers, or for fewer CPUs for each",
         str(raised.value),
     )
 

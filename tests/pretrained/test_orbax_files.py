@@ -301,7 +301,7 @@ def test_a_training_checkpoint_is_not_a_model(saved):
     shutil.rmtree(saved / "params")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(saved / "params", state)
-    message = r"the weights are those of 0 layers; tensors: params\.embedding, step"
+    message = r"the weights have 0 layers; tensors: params\.embedding, step"
     with pytest.raises(CheckpointError, match=message):
         pretrained.load(saved)
 

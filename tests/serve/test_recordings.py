@@ -200,14 +200,12 @@ def test_the_noise_of_calls_does_not_depend_on_which_came_first(tokenizer):
 def test_turns_are_reserved_when_a_call_begins(tokenizer):
     recording = Recording("one", most_turns=3)
     begun = begin(recording, tokenizer, [user("a")], OPTIONS, count=2)
-    with pytest.raises(
-        EndedError, match=r"0 of its 3 turns, 2 are under way, and .* 2"
-    ):
+    with pytest.raises(EndedError, match=r"0 of its 3 turns, 2 are running, and .* 2"):
         begin(recording, tokenizer, [user("b")], OPTIONS, count=2)
     served(recording, tokenizer, [user("b")], "c")
     recording.add(begun, Tokens.context([1]), said("d"), "stop")
     # The other answer of the first call is still to come.
-    with pytest.raises(EndedError, match="2 of its 3 turns, 1 are under way"):
+    with pytest.raises(EndedError, match="2 of its 3 turns, 1 are running"):
         begin(recording, tokenizer, [user("a")], OPTIONS)
     recording.drop(begun)
     recording.drop(begun)

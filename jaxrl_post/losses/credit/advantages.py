@@ -1,5 +1,7 @@
 """Advantages of samples relative to their group (the samples of one prompt).
 
+A group is the samples of one prompt, whose rewards are compared with each other.
+
 Rewards are [*groups, samples]. `valid` is False for samples that have no reward (a
 rollout that failed): they enter no statistic and their advantage is 0. A group with one
 valid sample has no comparison, so its advantage is 0 (as in NeMo RL and prime-rl); verl
