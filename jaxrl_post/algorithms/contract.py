@@ -231,7 +231,7 @@ def _results(
 
 
 class _BrokenError(Exception):
-    """An objective that is none, found while it was traced."""
+    """An objective breaks the contract while it is traced."""
 
 
 def _require(found: Any, name: str) -> None:

@@ -114,7 +114,7 @@ def dapo(
     epsilon: float = 1e-6,
     **shared: Unpack[SharedOptions],
 ) -> Algorithm:
-    """Decoupled Clip and Dynamic sAmpling Policy Optimization, its loss.
+    """The loss of Decoupled Clip and Dynamic sAmpling Policy Optimization.
 
     It is GRPO with a higher upper clip, the mean over all tokens, and no KL. The
     paper's dynamic sampling and overlong shaping are not part of the loss.

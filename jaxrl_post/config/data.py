@@ -118,7 +118,7 @@ def variables_of(config: TemplateConfig) -> dict[str, Any]:
 
 
 def spelled(variables: Mapping[str, Any]) -> tuple[str, ...]:
-    """The one way to write variables, by which runs are compared.
+    """Writes variables in a canonical form, by which runs are compared.
 
     >>> spelled(variables_of(TemplateConfig(("b=1 ", "a=high"))))
     ('a="high"', 'b=1')

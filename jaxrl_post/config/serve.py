@@ -1,4 +1,4 @@
-"""The options of the programs that only sample for others: the server, the chat."""
+"""The options of the programs that serve a model: the server and the chat."""
 
 import ipaddress
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The tokens between a served answer and the next one, without rendering what was said.
+"""The tokens between a served answer and the next, without rendering served turns.
 
 A chat template may write an earlier answer otherwise than the model did: other spaces
 in a tool call, no reasoning in earlier turns. A prompt that is rendered again would

@@ -126,7 +126,7 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def generation_settings(metadata: Metadata) -> dict[str, Any]:
-    """The content of generation_config.json that a GGUF file's metadata amounts to.
+    """Converts a GGUF file's metadata to the content of generation_config.json.
 
     Args:
         metadata: the file's keys and values.

@@ -1,4 +1,4 @@
-"""Tools of a conversation as tokens: answers that call them, and what they return."""
+"""Tools of a conversation as tokens: answers that call them, and their results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -136,7 +136,7 @@ def read(
 def shortened(
     tokenizer: Tokenizer, messages: Sequence[Message], most: int
 ) -> tuple[Message, ...]:
-    """Cuts what tools returned to a number of tokens, out of the middle.
+    """Cuts tool results to a number of tokens, by removing their middle.
 
     Args:
         tokenizer: the model's.

@@ -200,7 +200,7 @@ class Session(Protocol):
 
 @runtime_checkable
 class Repeats(Session, Protocol):
-    """A session that wants to know how a turn was answered when it takes it again.
+    """A session that is told the earlier answer when it takes a turn again.
 
     So what depended on the clock, such as an answer that did not come in time, can stay
     as it was.
@@ -269,7 +269,7 @@ class NeedsPreparation(Protocol):
 
 @runtime_checkable
 class NeedsTrial(Protocol):
-    """An environment that may have functions of a user, which are tried at the start.
+    """An environment that may contain a user's functions, which are tried at the start.
 
     So a function that returns no number stops the run before it begins
     (`envs.workers.trial`).

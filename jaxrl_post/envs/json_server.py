@@ -38,7 +38,7 @@ class Reply(NamedTuple):
 
 
 class JsonServer:
-    """A server that is sent JSON; what it sets as cookies is sent back.
+    """Sends JSON to a server, and sends back the cookies that it sets.
 
     Args:
         url: of the server, with http or https.
@@ -216,7 +216,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
 
 
 def require_http(url: str) -> None:
-    """Refuses a URL that is none of HTTP.
+    """Refuses a URL whose scheme is not HTTP or HTTPS.
 
     Raises:
         ValueError: the URL is something else.

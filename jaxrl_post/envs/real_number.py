@@ -10,7 +10,7 @@ __all__ = ["NumberError", "real_number", "shown"]
 
 
 class NumberError(ValueError):
-    """A reward or a metric is no finite real number."""
+    """A reward or a metric that is not a finite real number."""
 
 
 def real_number(name: str, value: object) -> float:

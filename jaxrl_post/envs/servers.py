@@ -1,4 +1,4 @@
-"""Servers of other programs: what becomes of a request that gets no answer."""
+"""Requests to other programs' servers: retries, and errors if there is no answer."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _CHUNK, _READS = 1 << 16, 64
 
 
 class Watch:
-    """A connection on which nothing is said; it breaks when the server ends.
+    """An idle connection that breaks when the server ends.
 
     While it is open, the process that accepted it lives. A server may also close it
     because it is idle, so the contrary does not follow.

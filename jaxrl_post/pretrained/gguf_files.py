@@ -240,7 +240,7 @@ def _check_kind(metadata: Json, reader: Any) -> None:
 
 
 def _config(metadata: Json, architecture: str, tensors: Mapping[str, Any]) -> Json:
-    """The config.json that the metadata amounts to."""
+    """Converts the metadata to the content of config.json."""
     prefix = f"{architecture}."
     own = {
         name.removeprefix(prefix) for name in metadata if name.startswith(prefix)

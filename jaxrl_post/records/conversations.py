@@ -1,4 +1,4 @@
-"""Conversations as rows of samples.jsonl: who said what, and what is trained on.
+"""Conversations as rows of samples.jsonl: roles, texts, and trained turns.
 
 A row bounds a conversation's size, however long a model's or a tool's text is.
 """

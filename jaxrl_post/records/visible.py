@@ -50,13 +50,13 @@ class VisibleConsole(Console):
     """
 
     def render_str(self, text: str, **options: object) -> Text:
-        """As of `Console`, which drops some control characters."""
+        """As in `Console`, which drops some control characters."""
         return super().render_str(visible(text), **options)  # pyright: ignore[reportArgumentType]
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As of `Console`; its own control sequences stay as they are."""
+        """As in `Console`; its own control sequences stay as they are."""
         for text, style, control in super().render(renderable, options):
             shown = text if control else visible(text)
             yield Segment(shown, style, control)

@@ -377,7 +377,7 @@ class Engine:
         return [sample.unfinished for sample in self.scheduler.running]
 
     def _own_mesh(self) -> AbstractContextManager[Any]:
-        """Sets the engine's mesh: the trainer's, which may be another one, is set."""
+        """Sets the engine's mesh in place of the trainer's, which may differ."""
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _prefill(self, params: DecoderParams[Array]) -> None:

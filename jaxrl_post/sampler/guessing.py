@@ -70,7 +70,7 @@ def look_up(
 
 @dataclasses.dataclass
 class Guessing:
-    """Decides whether a burst guesses; a function of those since the last `restart`.
+    """Decides whether a burst guesses, from the bursts since the last `restart`.
 
     Attributes:
         count: guesses of a forward pass; 0 for none.
@@ -118,7 +118,7 @@ class Guessing:
         self._judged, self._pause = (self.passes, self.tokens), 0
 
     def record(self, passes: int, tokens: int) -> None:
-        """Notes what a burst with guesses sampled.
+        """Records the results of a burst with guesses.
 
         Args:
             passes: forward passes, summed over samples.

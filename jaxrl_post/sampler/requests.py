@@ -57,7 +57,7 @@ class Constraint(Protocol):
         ...
 
     def advance(self, token: int) -> None:
-        """Takes note of the token that came, an allowed one.
+        """Advances by the sampled token, an allowed one.
 
         Raises:
             ConstraintError: nothing can be said of what comes after it.

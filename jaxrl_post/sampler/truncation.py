@@ -130,7 +130,7 @@ def least_kept(
 
     def search() -> Array:
         def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Halves what lies between a number below the least and a kept one."""
+            """Halves the interval between a number below the least and a kept one."""
             below, kept = ends
             width = kept.astype(jnp.uint32) - below.astype(jnp.uint32)
             middle = below + (width // 2).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what holds for all of them."""
+"""The HTTP application: routes, and checks that all of them share."""
 
 import asyncio
 import hmac

@@ -363,7 +363,7 @@ class Call:
         self._ids.clear()
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """News of the samples, with the place of their prompt, until all have ended.
+        """Yields updates of the samples, with the place of their prompt, until all end.
 
         Raises:
             ApiError: a sample failed, the sampler ends, or the time is over.

@@ -265,7 +265,7 @@ async def _required(
     schemas: Mapping[str, Mapping[str, Any]],
     thinking: bool,
 ) -> Any:
-    """The constraint that a call of a tool, or of the named one, comes."""
+    """The constraint that forces a call of any tool, or of the named one."""
     choice = fields.tool_choice
     if isinstance(choice, ToolChoice):
         name = choice.function.name

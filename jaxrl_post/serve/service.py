@@ -1,4 +1,4 @@
-"""One sampler for many callers: the thread that runs it, and what callers hand in."""
+"""One sampler for many callers: the thread that runs it, and the callers' requests."""
 
 import itertools
 import queue
@@ -66,7 +66,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """News of a sample.
+    """A sample's progress.
 
     Attributes:
         sample_index: which sample of the request.
@@ -194,7 +194,7 @@ class Service:
         self._round(self._news(0.0 if sampler.busy else wait_s))
 
     def abandon(self) -> None:
-        """Tells everybody who waits that nothing more will come; for `pump`."""
+        """Tells all waiting callers that nothing more will come; for `pump`."""
         self._abandon()
 
     def drain(self) -> None:
@@ -303,7 +303,7 @@ class Service:
             )
 
     def _abandon(self) -> None:
-        """Tells everybody who still waits that nothing more will come."""
+        """Tells all callers that still wait that nothing more will come."""
         with self._lock:
             self._draining = self._closed = True
         for item in self._news(0.0):

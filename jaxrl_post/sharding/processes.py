@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and how they agree.
+"""The processes of a run: finding and connecting them, and agreeing on values.
 
 All processes of a run execute the same program on the same data, each with its own
 devices. What may differ between them, such as a clock, a signal or the arrival of a

@@ -1,4 +1,4 @@
-"""A call from what a model wrote of it; None where it cannot be read."""
+"""Parses a call from a model's text of it; None where it cannot be read."""
 
 import json
 import re

@@ -288,7 +288,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _current.get().sizes.made(value)
 
     def compared(self, left: Any, *others: tuple[str, Any]) -> bool:
-        """Whether values are as a chain of comparisons has them."""
+        """Evaluates a chain of comparisons."""
         sizes = _current.get().sizes
         for name, right in others:
             sizes.compare(left, right)

@@ -89,7 +89,7 @@ class Sizes:
     total: int = 0
 
     def take(self, size: int) -> None:
-        """Takes note of a value, or of work, of a size.
+        """Counts a value, or work, of a size.
 
         Raises:
             TemplateError: it is too large, or all are together.

@@ -1,4 +1,4 @@
-"""Asks a model behind OpenAI's chat API, and remembers what it said."""
+"""Asks a model behind OpenAI's chat API, and caches its answers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ChatEndpoint:
         attempt: int = 0,
         until: float | None = None,
     ) -> tuple[Found | None, str]:
-        """Asks the model, and reads its answer; one that was read is remembered.
+        """Asks the model, and parses its answer; parsed answers are cached.
 
         Args:
             messages: as {"role", "content"}.

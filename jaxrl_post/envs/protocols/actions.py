@@ -17,13 +17,13 @@ _THOUGHT_END = "</think>"
 
 
 class ActionError(Exception):
-    """A text is no action; the policy reads the message, and tries again."""
+    """A text that is no action; the policy reads the message, and tries again."""
 
 
 def action_of(
     text: str, field: str | None, schema: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The action that a policy's text is.
+    """Parses a policy's text as an action.
 
     What stands before the last "</think>" is left out. With `field` the rest, stripped
     of white space, is the value of that field: of a field that the schema calls an

@@ -122,7 +122,7 @@ class NemoGym:
         )
 
     def demonstration(self, task: Task) -> None:
-        """None: the server knows what is right, and does not tell."""
+        """None: the server does not reveal its right answers."""
         del task
 
     def open(self, task: Task) -> ToolSession:

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: a server with one environment a connection."""
+"""Environments of OpenEnv: a server with one environment per connection."""
 
 from __future__ import annotations
 

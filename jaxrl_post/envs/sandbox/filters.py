@@ -1,4 +1,4 @@
-"""A seccomp filter: the system calls that a program in the sandbox does without.
+"""A seccomp filter that denies system calls to programs in the sandbox.
 
 The filter is a program for the kernel's classic BPF machine, assembled here and
 installed by `inside.py`. It refuses what has let programs out of sandboxes before

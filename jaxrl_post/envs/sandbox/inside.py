@@ -109,7 +109,7 @@ def children():
 
 
 def limit(settings, parent):
-    """Gives up what the settings tell: limits, user, files, system calls."""
+    """Applies the settings: limits, user, files, system calls."""
     import ctypes
     import resource
 
@@ -264,7 +264,7 @@ def as_child(stdin, stdout, stderr):
 
 
 def interpret(code, done):
-    """Runs pieces of Python for ever; prints what the last expression of one gives."""
+    """Runs pieces of Python for ever; prints the value of a last expression."""
     import ast
     import linecache
     import traceback

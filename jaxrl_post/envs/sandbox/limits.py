@@ -13,7 +13,7 @@ type Ended = Literal[
 
 
 class SandboxError(RuntimeError):
-    """No sandbox can be had as asked, or a call was made to a place that has ended."""
+    """No sandbox is available as requested, or the place of a call has ended."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Mechanism(Protocol):
 
     @property
     def name(self) -> str:
-        """As in "require:NAME"."""
+        """The name in "require:NAME"."""
         ...
 
     @property
@@ -478,7 +478,7 @@ class Unsafe:
     )
 
     def unavailable(self) -> str | None:
-        """Always to be had."""
+        """None: it is always available."""
         return None
 
     def accepts(self, python: Interpreter) -> bool:

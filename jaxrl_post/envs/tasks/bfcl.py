@@ -203,7 +203,7 @@ class BfclSession:
 
 
 def gold_calls(task: Task) -> list[tuple[ToolCall, ...]]:
-    """The right calls of a task, a tuple a turn of the user.
+    """The right calls of a task, one tuple per turn of the user.
 
     Args:
         task: of `Bfcl`.

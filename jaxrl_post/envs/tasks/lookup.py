@@ -129,7 +129,7 @@ class Table:
         return f"{rng.randrange(100):02d}"
 
     def level(self, key: str) -> int:
-        """On which place of a way a key stands."""
+        """Index of a key on the way to its value."""
         digest = hashlib.blake2b(f"{self.seed} {key}".encode(), digest_size=2).digest()
         return int.from_bytes(digest) % self.depth
 
@@ -146,7 +146,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The tasks, and what an answer earns."""
+    """The tasks, and the reward of an answer."""
 
     slips: float
     depth: int

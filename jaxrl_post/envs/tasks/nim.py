@@ -28,7 +28,7 @@ CALL_S = 3600.0
 
 @dataclass(frozen=True)
 class Nim:
-    """Take 1 to 3 of the stones that are left; who takes the last one wins.
+    """Take 1 to 3 of the stones that are left; the player of the last one wins.
 
     In training both players are the policy: `player_url` of "first" and "second". The
     winner's reward is 1 and the loser's -1. A move is the last number in an answer; one

@@ -108,7 +108,7 @@ def _names(entry: Mapping[str, Any]) -> set[str]:
 
 
 def _parsed(text: str) -> ast.expr | None:
-    """The syntax tree of an expression; None for what is none. Nothing is executed."""
+    """Parses an expression, without executing it; None for other text."""
     try:
         with warnings.catch_warnings():
             # About what looks like a mistake, such as calling a number.

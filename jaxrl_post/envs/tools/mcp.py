@@ -342,7 +342,7 @@ def _shared_connection(
 
 
 def _left(until: float) -> float:
-    """Seconds that a server may take to start, of those that are left."""
+    """Seconds that a server may take to start, out of the remaining time."""
     return min(_START, max(until - time.monotonic(), 1e-3))
 
 

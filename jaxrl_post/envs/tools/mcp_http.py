@@ -1,4 +1,4 @@
-"""MCP over HTTP: a refusal is told from a server that has gone.
+"""MCP over HTTP, which tells a refusal from a server that has gone.
 
 For every status from 400 on the package mcp says "Server returned an error response",
 unless the body is a JSON-RPC error, which it passes on. But it is the status that tells

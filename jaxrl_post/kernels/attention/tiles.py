@@ -79,7 +79,7 @@ class XlaTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array]:
-        """As `Tiles` has it."""
+        """Implements `Tiles`."""
         run = functools.partial(_attended, self.settings, dtype, aligned)
         return self._on_platform(run, query, key, value, of_query, of_key)
 
@@ -97,7 +97,7 @@ class XlaTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array, Array]:
-        """As `Tiles` has it."""
+        """Implements `Tiles`."""
         run = functools.partial(_gradients, self.settings, dtype, aligned)
         of_queries = cotangent, normalizer, inner
         return self._on_platform(run, query, key, value, of_query, of_key, *of_queries)

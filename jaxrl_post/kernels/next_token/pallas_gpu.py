@@ -63,7 +63,7 @@ def statistics(
     inverse: Float[Array, " rows"],
     layout: Layout,
 ) -> Statistics:
-    """As `Passes` says; `api` refuses sizes that do not fit."""
+    """Implements `Passes`; `api` refuses sizes that do not fit."""
     tiles = weight.shape[0] // COLUMNS
     one = _of_tiles(hidden, weight, inverse, layout)
     if weight.shape[0] % COLUMNS == 0:

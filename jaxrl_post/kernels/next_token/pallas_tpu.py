@@ -49,7 +49,7 @@ def statistics(
     inverse: Float[Array, " rows"],
     layout: Layout,
 ) -> Statistics:
-    """As `Passes` says."""
+    """Implements `Passes`."""
     rows, width = hidden.shape
     columns = weight.shape[0]
     tiles = tiles_for(rows, width, hidden.dtype.itemsize)
@@ -137,7 +137,7 @@ def logits(
     parts: Int[Array, " rows"],
     layout: Layout,
 ) -> Float[Array, "entries rows"]:
-    """As `Passes` says."""
+    """Implements `Passes`."""
     rows, width = hidden.shape
     padded = math.ceil(rows / GROUP) * GROUP
 

@@ -309,7 +309,7 @@ class JetStreamEngine:
             return self._slots.empty_state()
 
     def compile(self) -> None:
-        """Compiles and runs the smallest programs, so that what fails does so here."""
+        """Compiles and runs the smallest programs, so that failures show here."""
         state = self.init_decode_state()
         prompt = np.zeros((1,), np.int32)
         with self._lock:

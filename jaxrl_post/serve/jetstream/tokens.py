@@ -1,4 +1,4 @@
-"""Between JetStream's tokens and texts and our tokenizer."""
+"""Adapts our tokenizer to JetStream's tokens and texts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Questions about where people live, and what an answer earns."""
+"""Questions about where people live, and the reward of an answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def facts(
 
 @dataclass(frozen=True)
 class _Facts:
-    """The questions, and what an answer earns."""
+    """The questions, and the reward of an answer."""
 
     search: Search
     slips: float
@@ -95,7 +95,7 @@ class _Facts:
         return "facts"
 
     def tasks(self, split: Split) -> TaskSequence:
-        """The questions of a split; none is about somebody of the other one."""
+        """The questions of a split; no person is in both splits."""
         asked = [
             home
             for home in homes(self.seed)

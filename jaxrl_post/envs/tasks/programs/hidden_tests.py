@@ -34,7 +34,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class HiddenTests:
-    """Tests of programs; `code.Code` says what a test is.
+    """Hidden tests of programs; `code.Code` defines a test.
 
     Args:
         reward: "all" is 1 for a program that passes all tests and 0 otherwise; "share"
