@@ -21,7 +21,7 @@ class AdapterConfig:
         alpha: scale of the adapter: its product of matrices is multiplied by alpha /
             rank.
         targets: names of the matrices to adapt, such as query and value; none for all
-            of attention and of MLPs, but for experts' own.
+            of attention and of MLPs, except the experts'.
         rank_stabilized: scale by alpha / sqrt(rank) instead (rsLoRA).
         dora: train magnitude and direction of a matrix separately (DoRA).
         quantize: hold the frozen matrices in 8 bits (int8) or 4 bits (nf4); None holds

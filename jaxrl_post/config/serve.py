@@ -115,8 +115,8 @@ def check_server(config: ServeConfig) -> None:
         raise ConfigError(f"--api-key-file: there is no file {key}")
     if key is None and not _is_loopback(config.host):
         raise ConfigError(
-            f"--host: {config.host} can be reached from other machines, where anybody "
-            "could use the model; give --api-key-file, or listen on 127.0.0.1"
+            f"--host: {config.host} can be reached from other machines, where any "
+            "client could use the model; give --api-key-file, or listen on 127.0.0.1"
         )
 
 

@@ -41,8 +41,8 @@ def make_environment(
     Raises:
         ConfigError: a path for an environment without files, or no path for one with
             files; as `envs.make`, or a module that the environment needs is not
-            installed; tools that cannot be had, or an environment that judges no single
-            answer.
+            installed; tools that are not available, or an environment that judges no
+            single answer.
     """
     options = _file_options(spec, data)
     try:

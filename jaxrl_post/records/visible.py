@@ -12,7 +12,7 @@ __all__ = ["VisibleConsole", "visible"]
 # Terminals act on control characters, and browsers hide them or do: show Unicode's
 # control pictures, and the numbers of those that have none. Among them are those that
 # turn text around, so that a call could seem to have other arguments, and those that
-# are not seen, but for the joiners that some scripts and emojis are written with.
+# are not seen, except the joiners that some scripts and emojis are written with.
 _HIDDEN = {"Cc", "Cf", "Zl", "Zp"}
 _SEEN = "\t\n\u200c\u200d"
 

@@ -180,7 +180,7 @@ class EngineConfig:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """Padded numbers of tokens of a sequence in a prefill call, ascending."""
-        # A chunk fills whole pages, but for the last one of a segment.
+        # A chunk fills whole pages, except the last one of a segment.
         whole = max(1, min(self.prefill_tokens, LARGEST_CHUNK) // PAGE)
         return _powers(PAGE, PAGE * min(whole, pages_for(self.max_length)))
 

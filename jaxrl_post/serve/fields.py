@@ -3,9 +3,9 @@
 A field that would change the samples and that the sampler does not have is refused
 unless it asks for nothing. Fields that name no behaviour, such as `user`, are accepted,
 and null is a field left out, as OpenAI's and vLLM's own types have it. A field that is
-not listed is refused by name, since it is most likely misspelt; but for
-the sampling parameters of `/inference/v1/generate`, whose clients send the parameters
-of every server (`GenerateSampling`).
+not listed is refused by name, since it is most likely misspelt; the exceptions are the
+sampling parameters of `/inference/v1/generate`, whose clients send the parameters of
+every server (`GenerateSampling`).
 """
 
 import itertools

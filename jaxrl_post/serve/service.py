@@ -103,7 +103,7 @@ class Service:
     order in which they came.
 
     Args:
-        sampler: used by the service's thread alone, but for `check`.
+        sampler: used only by the service's thread, except `check`.
         max_samples: most samples that wait or run; > 0.
 
     Attributes:

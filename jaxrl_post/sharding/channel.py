@@ -35,7 +35,7 @@ _LAST_FRAMES_S = 5.0
 
 
 class ProcessesError(RuntimeError):
-    """The processes of a run do not find each other, wait in vain, or differ."""
+    """The processes of a run do not find each other, wait too long, or differ."""
 
 
 class _Link:

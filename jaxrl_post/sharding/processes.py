@@ -347,7 +347,7 @@ def check_equal(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """Describes the first value that a process has otherwise than process 0."""
+    """Describes the first value in which a process differs from process 0."""
     ours = everyone[0]
     for number, theirs in enumerate(everyone):
         for each in (*ours, *theirs):

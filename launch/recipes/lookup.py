@@ -1,6 +1,6 @@
 """A small model learns to call a tool, on two CPU cores in minutes.
 
-The warm start imitates somebody who mostly says "?" instead of looking. From the
+The warm start imitates a model that mostly says "?" instead of looking. From the
 rewards of whole episodes the model learns to look the key up, again with the key that
 it is told, and to answer with what it was told last. Of 184 held-out keys it knows none
 before, and all after 10 steps, with seeds 0, 1 and 2.

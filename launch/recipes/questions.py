@@ -85,7 +85,7 @@ def _steps(draw: random.Random, sentence: str, asked: list[Asked]) -> dict[str, 
 def _solved(
     draw: random.Random, sentence: str, asked: list[Asked]
 ) -> tuple[str, list[str], list[bool]]:
-    """A prompt, the steps of somebody who errs, and which of them are right."""
+    """A prompt, the steps of a solver that errs, and which of them are right."""
     answers = [each[0] for _, each in asked]
     steps = [
         draw.choice([other for other in answers if other != answer])

@@ -32,7 +32,7 @@ def trees(units: Iterable[Unit]) -> list[Unit]:
     A beginning is shared if it is the whole context of one of the sequences, what
     stands before its first token to train on, or longer than that; otherwise from
     `SHORTEST` tokens on. The members of a tuple share their common context, and stay
-    together. The order of the units stays, but for the branches that come last: a unit
+    together. The order of the units stays, except for branches that come last: a unit
     that shares tokens comes where the first one did with which it shares them. `Tree`s
     are left as they are. A path has at most `DEEPEST` nodes; what is deeper is
     repeated.

@@ -149,7 +149,7 @@ class OpenEnv:
 
         Raises:
             ServerError: the server fails, or does not answer in time, or answers the
-                seed otherwise than before.
+                seed differently than before.
         """
         return OpenEnvSession(self, task)
 

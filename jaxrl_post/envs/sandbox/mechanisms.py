@@ -1,7 +1,7 @@
 """The ways in which a place can be closed off from the machine.
 
-Each has a name, the reason why it cannot be had here, if there is one, and what it lets
-through. `find` tries them in the order in which they stand here.
+Each has a name, the reason why it is not available here, if there is one, and what it
+lets through. `find` tries them in the order in which they stand here.
 """
 
 from __future__ import annotations

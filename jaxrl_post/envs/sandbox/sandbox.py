@@ -146,7 +146,7 @@ def find(
 
     Raises:
         ValueError: if the requirement names no mechanism.
-        SandboxError: if none can be had; the message tells why of each.
+        SandboxError: if none is available; the message says why for each.
 
     >>> find("require:chroot")
     Traceback (most recent call last):

@@ -251,7 +251,7 @@ def _called(
     owner = [api for api in apis.values() if hasattr(api, name)][-1]
     try:
         result = getattr(owner, name)(*values, **named)
-    # The APIs are somebody's code, and the arguments are a model's.
+    # The APIs are foreign code, and the arguments are a model's.
     except Exception as error:
         return f"Error during execution: {error}"
     if isinstance(result, dict):

@@ -24,7 +24,7 @@ from jaxrl_post.envs.tools import Tool, ToolEnvironment, ToolError
 
 __all__ = ["Table", "lookup"]
 
-# The answer of somebody who does not know.
+# The answer of a model that does not know.
 UNKNOWN = "?"
 
 _TOOL = Tool(
@@ -57,7 +57,7 @@ def lookup(
 
     Args:
         slips: share of the first turns, in [0, 1], whose demonstration is "?", as of
-            somebody who does not know and does not look.
+            a model that does not know and does not look.
         depth: most keys on the way to a value, in [1, 8].
         seed: seeds keys and values.
         train_size: number of training tasks.

@@ -36,7 +36,7 @@ class Nim:
     who has not moved yet when the other one loses gets nothing.
 
     In the held-out games the policy plays against a scripted opponent, which begins
-    every other one, but for those that it would win at once. The reward is 1 for a
+    every other one, except games that it would win at once. The reward is 1 for a
     win, else 0. Who can leave a multiple of 4 wins; the opponent knows that in a share
     `skill` of its moves.
 

@@ -281,7 +281,7 @@ class ToolSession:
         except (SandboxError, ServerError):
             # Nothing that the policy did, nor can mend: the episode fails.
             raise
-        # A tool is somebody's code, and may raise anything.
+        # A tool is a user's code, and may raise anything.
         except Exception as error:
             told = f"error: {type(error).__name__}: {error}"
             return told[:LONGEST_RESULT], "tool_failed"

@@ -84,7 +84,7 @@ class Interpreter:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._found()
 

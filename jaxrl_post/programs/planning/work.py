@@ -328,7 +328,7 @@ class ModelWork:
         """Log-probs of a device's share of the scored tokens, and their gradients."""
         head, tiles = self._table(), self.tiles(scored)
         once = self._multiplied(head, tile_rows(head.outputs))
-        # Forward, two products backward, and the logits again but for the first tile.
+        # Forward, two products backward, and the logits again except the first tile's.
         # Every tile adds to a float32 gradient of the matrix.
         return once * (4 * tiles - 1) + Work(0.0, 2 * 4 * head.size * tiles)
 

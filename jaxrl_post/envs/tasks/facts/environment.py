@@ -23,7 +23,7 @@ from jaxrl_post.envs.tools import Search, ToolEnvironment
 
 __all__ = ["facts"]
 
-# The answer of somebody who does not search.
+# The answer of a model that does not search.
 UNKNOWN = "unknown"
 # One person in so many is held out.
 _ONE_IN = 4
@@ -45,7 +45,7 @@ def facts(
 
     Args:
         slips: share of the first turns, in [0, 1], whose demonstration is "unknown", as
-            of somebody who does not search.
+            of a model that does not search.
         seed: chooses where people live, and who is asked about.
         train_size: number of training tasks.
         eval_size: number of held-out tasks; at most the people who are held out.

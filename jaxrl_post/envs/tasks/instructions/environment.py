@@ -144,7 +144,7 @@ class Instructions:
         return Step(reward, True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str | None:
-        """A text that fulfils all instructions, but for `slips`; None for files."""
+        """A text that fulfils all instructions, except for `slips`; None for files."""
         topic = task.data.get("topic")
         if topic is None:
             return None

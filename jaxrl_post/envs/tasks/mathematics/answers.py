@@ -25,7 +25,7 @@ _GOES_ON = re.compile(
     r"|\s*(?:\\text\s*\{)?\s*(?:hundred|thousand|(?:m|b|tr)illion|dozen|percent of)",
     re.ASCII | re.IGNORECASE,
 )
-# An answer that begins otherwise than with a number, as \frac{1}{2}, +5 or (1,2).
+# An answer that does not begin with a number, as \frac{1}{2}, +5 or (1,2).
 _FORMULA = re.compile(r"\+?[\d.]|-?\\(?!boxed|fbox)|[(\[]\s*[-+\d.\\]")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 # TeX boxes one token then, which is hardly meant.

@@ -68,9 +68,9 @@ _SAYING = (
 def equal(reference: str, answer: str) -> bool:
     r"""Whether two answers are equal.
 
-    They are if they are the same text, or the same words but for capitals, or if both
-    can be read to their end, as a number or as LaTeX, and math-verify finds what they
-    say equal. Units at the end do not count.
+    They are if they are the same text, or the same words except for capitals, or if
+    both can be read to their end, as a number or as LaTeX, and math-verify finds what
+    they say equal. Units at the end do not count.
 
     A comma between groups of three digits belongs to the number, as in "1,080". In
     brackets it separates, so (10,200) has two elements, unless a group begins with 0,

@@ -95,7 +95,7 @@ _NO_UNIT = re.compile(
     r"|base|infinity|infty|[eixyz])(?:s|\b)",
     re.IGNORECASE,
 )
-# Shorter words outside of \text{} are variables, but for these.
+# Shorter words outside of \text{} are variables, except these.
 _SHORT_UNIT = re.compile(
     r"[ckm]?m|[km]?g|ml|sq|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|mph|day|men|usd|eur|gbp",
     re.IGNORECASE,

@@ -105,7 +105,7 @@ class Code:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._tests().prepare()
 

@@ -96,7 +96,7 @@ class Functions:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._hidden_tests().prepare()
 

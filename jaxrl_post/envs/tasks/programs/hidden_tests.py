@@ -74,7 +74,7 @@ class HiddenTests:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._found()
 
@@ -234,7 +234,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _equal(said: Any, expected: Any) -> bool:
-    """Whether two JSON values are equal, numbers but for rounding."""
+    """Whether two JSON values are equal, numbers up to rounding."""
     if isinstance(said, bool) or isinstance(expected, bool):
         return said is expected
     if isinstance(said, int | float) and isinstance(expected, int | float):

@@ -76,7 +76,7 @@ class Text2SQL:
             right. Without, the first is found when an answer is judged.
         level: of generated questions: from all levels up to this one, in [1, 4].
         slips: share of the demonstrations, in [0, 1], that select all columns, as of
-            somebody who does not read what is asked for; of generated questions.
+            a model that does not read what is asked for; for generated questions.
         seed: of the generated data bases and questions.
         train_size: number of generated training questions.
         eval_size: number of generated evaluation questions.
