@@ -303,7 +303,7 @@ def _predictions(algorithm: Algorithm, uncounted: float) -> Predictions:
     return Predictions(
         logprobs=values,
         entropy=jnp.abs(_tokens(5, uncounted)),
-        # The value before an answer is that after its prompt.
+        # The value before an answer is the value after its prompt.
         values_after=_tokens(6, -1.0) if critic else None,
     )
 

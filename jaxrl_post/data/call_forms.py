@@ -146,7 +146,7 @@ def _form(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Form:
                     if (found := _trial(source, special_tokens, form, tools, system))
                 }
                 if written:
-                    # An empty content may be an empty turn more, which None is not.
+                    # An empty content may become a further, empty turn; None does not.
                     return written[min(written, key=len)]
     return _Form(False, "")
 
@@ -181,7 +181,7 @@ def _trial(
         text = templates.run(source, variables).text
     except TokenizerError:
         return None
-    # An object that Python wrote, or a text that was written as a text of JSON.
+    # The call was written as a Python object, or its JSON text was escaped as a text.
     spoilt = [str(OBJECT), f'\\"{KEY}', *(["None"] if form.empty is None else [])]
     if VALUE not in text or any(each in text for each in spoilt):
         return None

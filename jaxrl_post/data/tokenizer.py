@@ -27,8 +27,8 @@ __all__ = ["TextError", "Tokenizer", "TokenizerError"]
 PAD, EOS = "<|pad|>", "<|eos|>"
 # `BpeTrainer` gives special tokens the first ids, in this order.
 SPECIAL = [PAD, EOS]
-# Characters, or tokens, from which on the library works on a batch of one: that gives
-# other threads their turn meanwhile, such as a server's event loop.
+# From this many characters or tokens on, the library gets a batch of one: meanwhile
+# other threads run, such as a server's event loop.
 LONG = 2**14
 
 
@@ -276,7 +276,7 @@ class Tokenizer:
             self._check_read(variables)
         given = copy.copy(self)
         given.variables, given.now = dict(variables), now
-        # They follow from renderings.
+        # These are computed from renderings.
         for name in ("stop_ids", "turn_end"):
             vars(given).pop(name, None)
         return given
@@ -345,7 +345,7 @@ class Tokenizer:
         ids = self._known(found.ids)
         if backend is self._with_offsets:
             return ids, begins
-        # Words after a token that is matched whole get their space again.
+        # Restores the space of words after a token that is matched whole.
         end = next((i for i, id_ in enumerate(ids) if id_ in self.added_tokens), None)
         if end is None:
             return ids, begins

@@ -33,7 +33,7 @@ def real_number(name: str, value: object) -> float:
     (NoneType)
     """
     number = value
-    # NumPy's bool and arrays without axes, of NumPy, JAX or PyTorch, are no Real.
+    # NumPy's bool, and arrays without axes of NumPy, JAX or PyTorch, are not `Real`.
     if getattr(value, "shape", None) == () and callable(
         item := getattr(value, "item", None)
     ):

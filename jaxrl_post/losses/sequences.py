@@ -146,7 +146,7 @@ def sequence_count(
         return mask.any(axis=-1).sum().astype(jnp.float32)
     tokens = in_sequence(mask, segment_ids).astype(jnp.float32)
     totals = segment_totals(tokens, segment_ids)
-    # NaN is no count, and greater than nothing: it is handed on.
+    # NaN is no count and compares as False, so it passes through.
     present = (totals > 0).astype(jnp.float32)
     return jnp.where(jnp.isnan(totals), totals, present).sum()
 

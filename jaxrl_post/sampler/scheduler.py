@@ -262,7 +262,8 @@ class Scheduler:
         groups = [_groups(part, members) for part in rows]
         num_groups = sizes.groups(max(map(len, groups)), slots, members)
         if num_groups is None:
-            # The groups have become small: a row each costs less than empty places.
+            # The groups have become small: one row per sample costs less than empty
+            # places.
             members = 1
             groups = [_groups(part, members) for part in rows]
             num_groups = sizes.groups(max(map(len, groups)), slots, members)
@@ -482,8 +483,8 @@ class Scheduler:
         found.sort(key=lambda item: loads[item[0]])
         found.sort(key=lambda item: -_shared(item[1], len(context)))
         if not self.running:
-            # Nothing will be freed by waiting. A path that is kept takes more pages
-            # than a segment alone.
+            # Waiting would free nothing. A kept path takes more pages than a segment
+            # alone.
             found += [(part, ()) for part in open_parts]
         own = pages_for(sample.remaining)
         for part, path in found:

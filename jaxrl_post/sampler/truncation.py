@@ -123,7 +123,7 @@ def least_kept(
     ranks = jnp.arange(mass.shape[1], dtype=jnp.int32)
     keep = (ranks < most[:, None]) & (before < limit[:, None])
     keep = keep.at[:, 0].set(True)
-    # All of them are kept: so may be others.
+    # All of them are kept, so others may be kept too.
     unknown = keep[:, -1] & ~whole
     least = jnp.min(jnp.where(keep, found.logits, jnp.inf), axis=1)
     least = jnp.where(whole, -jnp.inf, least)
@@ -148,7 +148,7 @@ def least_kept(
 
     anywhere = unknown.any()
     if axes:
-        # All devices search or none: the sums are among them.
+        # All devices search or none, since the sums are over all of them.
         mesh = jax.sharding.get_abstract_mesh()
         anywhere = jax.lax.pmax(anywhere.astype(jnp.int32), mesh.axis_names) > 0
     searched = jax.lax.cond(anywhere, search, lambda: least)

@@ -28,7 +28,7 @@ from jaxrl_post.serve.fields import (
     StructuredOutputs,
 )
 
-# Most seconds to send how a stream ends whose time is over.
+# Most seconds to send the end of a stream whose time is over.
 LAST_WORDS_S = 5.0
 
 __all__ = [

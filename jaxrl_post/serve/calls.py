@@ -319,7 +319,8 @@ class Call:
         self._served, self._wanted, self._partial = served, wanted, partial
         self._ids: list[int] = []
         self._left = sum(each.count for each in wanted)
-        # By the places of the prompt and of the sample; the service's thread writes.
+        # Keyed by the places of the prompt and of the sample; the service's thread
+        # writes.
         self._news: dict[tuple[int, int], Update] = {}
         self._lock, self._told = threading.Lock(), asyncio.Event()
 

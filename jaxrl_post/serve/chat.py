@@ -205,7 +205,7 @@ async def _constraint(
         ApiError: it cannot be compiled, or not in time.
     """
     if fields.logprobs:
-        # Made once, for the bytes of tokens.
+        # Made once, to look up the bytes of tokens.
         await asyncio.to_thread(lambda: served.grammars.vocabulary)
     if schemas and fields.tool_choice not in (None, "none", "auto"):
         return await _required(served, fields, schemas, thinking)

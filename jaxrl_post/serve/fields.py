@@ -45,7 +45,7 @@ MOST_STOPS = 16
 MOST_MESSAGES = 16_384
 MOST_PARTS = 16_384
 MOST_TOOLS = 1_024
-# Errors that are told.
+# Most errors that an answer names.
 MOST_TOLD = 5
 UNKNOWN = "there is no such field here; is it misspelt?"
 # A body may have a million items, and errors of all of them would take half a minute:
@@ -195,7 +195,7 @@ class SamplingFields(_Fields):
     return_tokens_as_token_ids: Annotated[bool, _neutral(False)] = False
     kv_transfer_params: Nothing = None
     vllm_xargs: Annotated[Any, _neutral({})] = None
-    # They name no behaviour.
+    # These fields ask for no behaviour.
     user: Any = None
     metadata: Any = None
     store: Any = None

@@ -18,10 +18,10 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["Learned", "unwritten"]
 
-# Which turns of the assistant are learned; of the others the reasoning may be missing.
+# Which turns of the assistant are trained on; the others may lack their reasoning.
 type Learned = Literal["all", "last", "none"]
 
-# Characters from which a text that stands in a rendering is no coincidence.
+# Characters from which a text's occurrence in a rendering is no coincidence.
 LONG = 16
 
 

@@ -16,7 +16,8 @@ __all__ = ["largest_row", "pack", "pack_microbatches"]
 
 # Pieces of a row into which trees are split, if whole ones fill the rows worse.
 PIECES = (1, 2, 4)
-# Where less of a batch would be tokens, as many microbatches more are tried.
+# If a smaller share of a batch would be tokens, up to this many more microbatches
+# are tried.
 FULL, MORE = 0.85, 4
 
 

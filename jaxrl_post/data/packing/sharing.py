@@ -65,7 +65,7 @@ def by_context[Each: Unit](units: Iterable[Each]) -> list[list[Each]]:
     """
     units = list(units)
     contexts = [_Member.of(0, unit).context_bytes for unit in units]
-    # Sorted, a context is followed by all that begin with it.
+    # After sorting, a context is followed by all contexts that begin with it.
     shortest: dict[bytes, bytes] = {}
     root = b""
     for context in sorted(set(contexts)):

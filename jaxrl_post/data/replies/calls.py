@@ -13,7 +13,7 @@ __all__ = ["Schemas", "loads", "made", "mark_outside", "named"]
 type Schemas = Mapping[str, Mapping[str, Any]]
 
 # Levels of lists and objects in the arguments of a call. Templates, tools and clients
-# are functions that call themselves at every level, and have an end.
+# recurse at every level, up to a limit.
 DEEPEST = 100
 
 # A string of JSON, or the beginning of one that the end of the text cuts.

@@ -203,7 +203,7 @@ def _llama(text: str, finished: bool, schemas: Schemas) -> _Calls:
     del schemas
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not finished and (body[:1] in ("", "{") or body != text.strip()):
-        # Whether such a text is a call shows at its end.
+        # Only its end shows whether such a text is a call.
         return _Calls("", (), 0)
     if not body.startswith("{"):
         return _Calls(text, (), 0)
@@ -339,7 +339,7 @@ def _harmony(text: str, *, tools: bool, finished: bool) -> Reply:
             call = named(target[1].removeprefix("functions."), body)
             if call is None:
                 broken += 1
-                # As for other formats: the first mark ends what cannot be read.
+                # As in other formats, the first mark ends an unreadable message.
                 place = _first_end(text, header.end())[1]
                 content += text[header.start() : place]
             else:

@@ -137,7 +137,7 @@ class ChatEndpoint:
         try:
             _write(Path(self.cache), key, said)
         except OSError as error:
-            # The verdict is good all the same.
+            # The verdict counts even if it cannot be stored.
             _LOGGER.warning(
                 "the judge's cache %s cannot be written: %s", self.cache, error
             )
@@ -214,7 +214,7 @@ def _key(path: str) -> str:
         key = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise JudgeError(f"key_file {path!r} cannot be read: {error}") from error
-    # http.client would tell a key that fits no header in its error.
+    # http.client's error would show a key that fits no header.
     if not (key.isascii() and key.isprintable() and key):
         raise JudgeError(f"key_file {path!r} must hold one line, the key, in ASCII")
     return key

@@ -150,7 +150,7 @@ class _Episode:
         self._seconds = seconds
         self._retries = Retries(seconds)
         self._journal = Journal(url)
-        # Until the session is seeded, and after the server was lost, there is none.
+        # None until the session is seeded, and after the server was lost.
         self._server: JsonServer | None = None
         self._watch: Watch | None = None
 
@@ -227,7 +227,7 @@ class _Episode:
                 server.post(name, arguments, begin + self._seconds)
             until += time.monotonic() - begin
 
-        # Before the session is there, so that it sees every end of it.
+        # Opened before the session, so that it sees every end of the server.
         self._watch = Watch(self._url, until)
         server = JsonServer(self._url, _MOST_BYTES)
         try:
@@ -239,7 +239,7 @@ class _Episode:
                 )
             self._journal.replay(again, slow=slow)
         except SlowServerError as error:
-            # Nothing that the policy asked for now, unlike a call that takes long.
+            # The policy did not ask for this now, unlike a call that takes long.
             raise UnreachableError(str(error)) from error
         return server, until
 
@@ -262,7 +262,7 @@ def _reward(reply: Reply, where: str) -> float:
         raise ServerError(f"{where}: no field 'reward' in {reply.text!r:.80}")
     reward = judged["reward"]
     number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    # Not true of NaN, nor of an integer that is too large for a float.
+    # False for NaN, and for an integer that is too large for a float.
     if not number or not abs(reward) < 1e300:
         raise ServerError(
             f"{where}: the reward must be a finite number, got {reward!r:.80}"

@@ -206,7 +206,7 @@ def seccomp_filter(known: Architecture, *, landlock: int | None, alone: bool) ->
     silent: dict[str, tuple[int | None, int | None]] = {}
     if landlock is not None:
         silent = _WITHOUT_EFFECT | _GROUPS
-        if landlock < 3:  # Truncation is not asked for.
+        if landlock < 3:  # Landlock's old versions do not check truncation.
             refused |= _TRUNCATE
     if not alone:
         refused |= _SIGNALS

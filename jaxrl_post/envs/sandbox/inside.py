@@ -74,8 +74,8 @@ def guard(owner, home):
     while signal.sigwait(ends) == signal.SIGCHLD:
         if os.waitid(os.P_PID, child, ended):
             break
-    # All at once are those in its group, which the filter lets none leave. The numbers
-    # are of children that were not waited for, so none is another process's by now.
+    # Killing its group ends them all at once, since the filter lets none leave it. The
+    # numbers belong to children that were not waited for, so no other process has them.
     os.killpg(child, signal.SIGKILL)
     while True:
         for number in children():
@@ -328,7 +328,7 @@ class Calls:
         # all processes reaches only this sandbox's.
         self.alone = settings["alone"]
         self.interpreter = None
-        # How each of the children that have ended did so.
+        # Status of each child that has ended.
         self.children, self.ended = set(), {}
 
     def start(self):

@@ -117,7 +117,7 @@ class Process:
             return "memory"
         directory = self._start.directory
         if directory is None:
-            # The first one stands outside.
+            # The first one is outside of the sandbox.
             for inner in processes[2:3]:
                 with suppress(OSError):
                     usage = os.statvfs(f"/proc/{inner}/root{self._start.home}")
@@ -183,7 +183,7 @@ class Keeper:
                 start, limits, future = request
                 try:
                     process = Process(start, limits)
-                except Exception as error:  # The caller's to handle.
+                except Exception as error:  # The caller handles the error.
                     if start.directory is not None:
                         remove_directory(start.directory)
                     future.set_exception(error)
@@ -256,7 +256,7 @@ def _socket_bytes(processes: list[int]) -> int:
     try:
         each = int(_SOCKET_BYTES.read_text())
     except OSError:
-        each = 212_992  # As the kernel has it by itself.
+        each = 212_992  # The kernel's default.
     return len(found) * each
 
 

@@ -174,7 +174,7 @@ class ReasoningGym:
             try:
                 score = float(dataset.score_answer(shown or "", entry))
                 raised = 0.0
-            # These say nothing of the answer.
+            # These errors are not the answer's fault.
             except (ImportError, MemoryError):
                 raise
             # Third-party scorers convert the model's text without checking it first, so

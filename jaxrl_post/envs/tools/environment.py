@@ -279,7 +279,7 @@ class ToolSession:
         except ToolError as error:
             return f"error: {error}", error.kind
         except (SandboxError, ServerError):
-            # Nothing that the policy did, nor can mend: the episode fails.
+            # The policy neither caused this nor can mend it: the episode fails.
             raise
         # A tool is a user's code, and may raise anything.
         except Exception as error:

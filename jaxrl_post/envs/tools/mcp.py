@@ -200,7 +200,8 @@ class OpenMcp:
                 # An attempt that failed may have left its watch.
                 self.close()
                 if self._watched is not None:
-                    # Before the connection is there, so that it sees every end of it.
+                    # Opened before the connection, so that it sees every end of the
+                    # server.
                     self._watch = _watch(self._watched, until)
                 self._connection = self._connect(until)
                 self._replay(self._connection)

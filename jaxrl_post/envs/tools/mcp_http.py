@@ -30,7 +30,7 @@ _LATER = (404, 408, 425, 429)
 _RAISED = 500
 # Seconds for all but reading, and for reading: as the package mcp has them.
 _SECONDS, _READING = 30.0, 300.0
-# Characters of a body that are told.
+# Characters of a body that an error shows.
 _LONGEST = 200
 _STATUS = "status of HTTP"
 # "Internal error" of JSON-RPC, as the package mcp says in such a case.

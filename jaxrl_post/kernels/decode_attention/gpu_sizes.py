@@ -13,7 +13,7 @@ SUMS = 72 * 128
 HALF, WHOLE = 111 * 1024, 222 * 1024
 # Steps whose keys are in shared memory, at most.
 SLOTS = 8
-# Multiprocessors, all of which are kept busy; less than two steps are no part.
+# Multiprocessors, all of which are kept busy; a part has at least two steps.
 PROCESSORS, STEPS = 132, 2
 # Blocks of threads for each, one after another, so that long and short ones even out:
 # as far as writing and reading the results of parts takes an eighth of the keys' bytes.

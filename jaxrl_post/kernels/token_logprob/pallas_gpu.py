@@ -234,7 +234,7 @@ def _kept_gradients(
     if layout.softcap is not None:
         capped = logits * (layout.temperature / layout.softcap)
         found = found * (1.0 - capped * capped)
-    # Also where there is none: its logit is far outside of the cap.
+    # Also where a row has no kept token: its logit is far outside of the cap.
     return KeptGradients(columns, jnp.where(columns < weight.shape[0], found, 0.0))
 
 

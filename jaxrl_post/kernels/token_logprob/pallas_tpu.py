@@ -351,7 +351,7 @@ def _forward_kernel(
     found[1:2] = shrink * found[1:2] + total(weights)
     found[3:4] += total(jnp.where(column == ids[0:1], logits, 0.0))
     if settings.has_kept:
-        # About a maximum of their own: all of them may be far below the others.
+        # Relative to their own maximum: all of them may be far below the others.
         kept = _among(column, ids)
         among = jnp.where(kept > 0, logits, MASKED)
         old_kept = found[5:6]

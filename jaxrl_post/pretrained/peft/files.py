@@ -180,7 +180,7 @@ def load_adapter(
             )
             for (name, spec), sharding in zip(wanted.items(), shardings, strict=True)
         ]
-        # B begins as zeros, and so does a new head.
+        # B is initialised with zeros, and so is a new head.
         health.warn(tensors, harmless=[n for n in tensors if "lora_A" not in n])
     structure = jax.tree.structure(specs, is_leaf=is_spec)
     return of_one_rank(lora, by_target, jax.tree.unflatten(structure, leaves))

@@ -40,8 +40,7 @@ def tree(conversation: Mapping[str, Any]) -> Values:
     for row, turn in zip(conversation["turns"], turns.values(), strict=True):
         parent = row["parent"]
         if parent is not None and parent not in turns:
-            # It is among those that were left out: what was said before them comes
-            # before it.
+            # It is among the turns that were left out: earlier turns come before it.
             parent = max((n for n in turns if n < row["number"]), default=None)
             turn["gap"] = conversation.get("left_out", 0)
         children[parent].append(turn)

@@ -30,9 +30,9 @@ _COMPARING_S = 2.0
 # digits of other numbers.
 _PLACES = 6
 _DIGITS = 15
-# Relative difference of a decimal number: six places say nothing of 1e-7.
+# Relative difference of a decimal number: six places cannot compare 1e-7.
 _CLOSE = 1e-5
-# And of the two sides of `\\approx`.
+# Relative difference of the two sides of `\\approx`.
 _ABOUT = 0.01
 
 _FRACTION = re.compile(r"(?<![\w.])(\d+) +(\d+)/(\d+)(?![\w.])")
@@ -135,7 +135,7 @@ def _same(left: Any, right: Any) -> bool:
         return False
     import sympy
 
-    # Six places say nothing of small numbers, wherever they stand.
+    # Six places cannot compare small numbers, in any position.
     small = [
         sorted(abs(n) for n in each.atoms(sympy.Number) if 0 < abs(n) < _ABOUT)
         for each in (left, right)
@@ -146,7 +146,7 @@ def _same(left: Any, right: Any) -> bool:
             if abs(one - other) > _CLOSE * max(one, other):
                 return False
     numbers = [
-        # As of x = 3.
+        # Such as x = 3.
         each.rhs if isinstance(each, sympy.Eq) and each.lhs.is_Symbol else each
         for each in (left, right)
     ]

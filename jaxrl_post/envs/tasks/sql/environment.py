@@ -240,7 +240,7 @@ class Text2SQL:
                 self.seed, rng.randrange(len(DOMAINS)), rng.randrange(VARIANTS)
             )
             question = ask(rng, about, rng.randint(1, self.level))
-            # By the question alone: it is held out from all data bases.
+            # Only the question decides: it is held out from all data bases.
             if split_of(question.text) == split:
                 return self._task(index, question, Database(schema=about.schema))
 

@@ -48,7 +48,7 @@ ALLOWED = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-# They load code.
+# These functions load code.
 DENIED = {"load_extension", "fts3_tokenizer"}
 CHANCE = {"random", "randomblob"}
 CLOCK = {"current_date", "current_time", "current_timestamp"}
@@ -98,7 +98,7 @@ class Steady:
         for name in CLOCK:
             database.create_function(name, -1, functools.partial(self._clock, name))
         for name in TIMES:
-            # Else SQLite would take it neither in an index nor in a column.
+            # Otherwise SQLite would refuse it in an index and in a column.
             database.create_function(
                 name, -1, functools.partial(self._time, name), deterministic=True
             )
