@@ -61,7 +61,7 @@ class GpuTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array]:
-        """Implements `Tiles`."""
+        """As `Tiles` has it."""
         call = _Call.of(
             *(self.settings, "attention_forward", query, key, value),
             *(of_query, of_key, aligned),
@@ -94,7 +94,7 @@ class GpuTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array, Array]:
-        """Implements `Tiles`."""
+        """As `Tiles` has it."""
         facts, length = (of_query, of_key, aligned), query.shape[1]
         towards = cotangent.astype(query.dtype)
 

@@ -56,7 +56,7 @@ class TpuTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array]:
-        """Implements `Tiles`."""
+        """As `Tiles` has it."""
         facts = of_query, of_key, aligned
         call = _Call.of(self.settings, "forward", query, key, value, *facts)
         shape = call.shape
@@ -86,7 +86,7 @@ class TpuTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array, Array]:
-        """Implements `Tiles`."""
+        """As `Tiles` has it."""
         facts = of_query, of_key, aligned
 
         def of(kernel: str) -> tuple[_Call, list[tuple[str, Array]]]:

@@ -79,7 +79,7 @@ class XlaTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array]:
-        """Implements `Tiles`."""
+        """As `Tiles` has it."""
         run = functools.partial(_attended, self.settings, dtype, aligned)
         return self._on_platform(run, query, key, value, of_query, of_key)
 
@@ -97,7 +97,7 @@ class XlaTiles:
         *,
         aligned: bool,
     ) -> tuple[Array, Array, Array]:
-        """Implements `Tiles`."""
+        """As `Tiles` has it."""
         run = functools.partial(_gradients, self.settings, dtype, aligned)
         of_queries = cotangent, normalizer, inner
         return self._on_platform(run, query, key, value, of_query, of_key, *of_queries)
