@@ -118,7 +118,7 @@ class _Open:
     sampling: SamplingParams
     count: int
     begun: bool = False
-    # The names of open episodes, by sample.
+    # The names of episodes under way, by sample.
     names: dict[int, str] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(default_factory=dict)
 
@@ -253,7 +253,7 @@ class AgentCollector:
         if value:
             raise ValueError(
                 f"the checkpoint has {len(value)} unfinished groups, which agents "
-                "cannot continue; resume with the environment of the run's start"
+                "cannot go on with; resume with the environment of the run's start"
             )
         self._open = {}
         self._agents.forget()

@@ -56,7 +56,7 @@ class Sampler(Protocol):
         ...
 
     def unfinished(self) -> Sequence[Unfinished]:
-        """Returns the tokens of each running sample."""
+        """What each running sample has sampled."""
         ...
 
     def cancel(self, samples: Sequence[SampleId] | None = None) -> list[Completion]:

@@ -516,7 +516,7 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
         trained = batch.loss_mask[row][places]
         found = batch.advantages[row][places][trained]
         assert set(found.tolist()) == {values[tokens]}
-    # Greedy: the same prompt has the same answer, for all noise.
+    # Greedy: the same prompt has the same answer, whatever the noise.
     restored = GroupQueue.from_json(
         json.loads(json.dumps(GroupQueue(groups).to_json()))
     )

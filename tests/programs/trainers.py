@@ -116,7 +116,7 @@ def _parts(
 def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
 ) -> rl.Trainer:
-    """A trainer at step 0. Sizes and optimizer must be as in RL."""
+    """A trainer at step 0. Sizes and optimizer must be those of RL."""
     algorithm, learner, engine = _parts(
         config.algorithm, config.distill, config.exact, config.kept_ids
     )

@@ -229,7 +229,7 @@ def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
         whole = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         (expected,) = whole.run(sampler, [(3, task)], 1, SAMPLING)
-        # Stopped while the second call is running.
+        # Stopped while the second call is under way.
         first = Collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         first.start([(3, task)], 1, SAMPLING)
         flight = first._open[3].flights[0]
