@@ -14,9 +14,12 @@ MOST = {
     "docs": 110,
     # The judge's prompt, which caches of judgements depend on.
     "jaxrl_post/envs": 1,
-    "jaxrl_post/learner": 35,
-    "jaxrl_post/programs": 63,
-    "jaxrl_post/rollout": 27,
+    "jaxrl_post/learner": 36,
+    "jaxrl_post/programs": 64,
+    "jaxrl_post/rollout": 30,
+    "jaxrl_post/sampler": 1,
+    "jaxrl_post/serve": 3,
+    "tests": 5,
 }
 
 
