@@ -25,7 +25,7 @@ smollm2:
 quick: environment
 	$(PYTEST) -m "not all and not processes and not meshes" $(ARGS)
 
-# What CI asks for: something of everything.
+# Checks of CI: something of everything.
 test: environment
 	$(PYTEST) -m "not all" $(ARGS)
 
@@ -37,7 +37,7 @@ test-all: environment
 mutations: environment
 	.venv/bin/python -m tests.mutations.check $(ARGS)
 
-# What CI asks for beside the tests.
+# Checks of CI in addition to the tests.
 check: $(CHECKS)
 
 check-format: environment

@@ -1,4 +1,4 @@
-"""Time of one GRPO step by phase, against that of its matrix products alone.
+"""Time of one GRPO step by phase, against the time of its matrix products alone.
 
     python -m benchmarks.grpo_step --shape small --json benchmarks/results/FILE.json
     python -m benchmarks.grpo_step --prompt-tokens 256 --stop-share 0.02
@@ -279,7 +279,7 @@ def _ideal(config: ModelConfig, options: Options, sampled: float) -> dict[str, f
         options.prompts * options.samples,
         options.prompts * options.prompt_tokens,
     )
-    # The tokens of a microbatch, of which as many are scored as of the batch.
+    # The tokens of a microbatch, with the batch's share of scored ones.
     tokens = options.rows * options.row
     share = sampled / (sampled + prompts)
     scored = max(1, round(tokens * share))

@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` measures: operations, shapes, arrays and who computes them.
+"""Cases of `benchmarks.kernels`: operations, shapes, arrays and implementations.
 
 "reference" is XLA's program with all scores or logits in memory. Peers compute what
 they can: one causal sequence a row, without shared prompts.
@@ -218,7 +218,7 @@ def _ragged(batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def drawn(count: int) -> list[int]:
-        """Lengths, of which most are short and some eight times as long."""
+        """Lengths, most of them short and some eight times as long."""
         found = rng.lognormal(np.log(length / 32), 0.8, count)
         return np.clip(found, 2, length // 10).astype(int).tolist()
 
@@ -253,7 +253,7 @@ def _attention(
 
     def both(q: Any, k: Any, v: Any, g: Any, positions: Any, ends: Any, *, by: str):
         sinks = jnp.zeros(shape.heads) if shape.sinks else None
-        # What padding gets is not used.
+        # The results for padding are not used.
         counts = (ends > 0)[:, :, None, None]
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

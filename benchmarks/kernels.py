@@ -3,20 +3,20 @@
     python -m benchmarks.kernels --json benchmarks/results/FILE.json
     python -m benchmarks.kernels --divide 16 --repeats 3      on a CPU
 
-Forward and backward pass, at the shapes of `kernels/*/shapes.py`. `share` is that of
-the peak that a square `jnp.dot` of this dtype reaches in this run, for the products
+Forward and backward pass, at the shapes of `kernels/*/shapes.py`. `share` is the share
+of the peak that a square `jnp.dot` of this dtype reaches in this run, for the products
 that are needed: recomputed ones do not count. Attention computes one plain causal
 sequence a row, a prompt with eight answers of equal length, and rows as the learner
 gets them, with several prompts and answers of all lengths (`--packs`). "cudnn" is
 `jax.nn.dot_product_attention` with cuDNN, on GPUs, and "tokamax" is that library, if it
 is installed; neither knows a shared prompt.
 
-Decode attention has no backward pass. Its `share` is that of the bandwidth at which
-this run sums a large array, for the keys and values that a query sees, each read once.
-So has the next token, for the matrix of the vocabulary.
+Decode attention has no backward pass. Its `share` is the share of the bandwidth at
+which this run sums a large array, for the keys and values that a query sees, each read
+once. So has the next token, for the matrix of the vocabulary.
 
 "reference" is XLA's program with all scores or logits in memory. Before another one is
-timed, its results are compared with those of "reference" at a smaller size; it is
+timed, its results are compared with "reference" at a smaller size; it is
 skipped if they differ. So is a program that needs more memory than there is, and the
 line says how much. The file is written after each line, so a run that is cut off keeps
 what it measured. Compiling takes longest, so programs of several lines are compiled at
@@ -122,7 +122,7 @@ def main(options: Options) -> dict[str, Any]:
         "divide": options.divide,
         "matmul_tflops": peaks["FLOP"] / 1e12,
         "bandwidth_gbs": peaks["B"] / 1e9,
-        # What starting a program costs: no line can be shorter.
+        # The cost of starting a program: no line can be shorter.
         "call_us": 1e6 * _seconds(jax.jit(jnp.negative), (jnp.ones(1),), 10),
         "memory_gib": free_memory() / 2**30,
         "rows": rows,
@@ -188,13 +188,13 @@ def measured(
             program = compiled.result()
             row["gib"] = _needed(program) / 2**30
             if row["gib"] * 2**30 > memory:
-                said = f"needs {row['gib']:.1f} GiB, of which {memory / 2**30:.1f} are"
-                yield row | {"skipped": f"{said} free"}
+                said = f"needs {row['gib']:.1f} GiB; {memory / 2**30:.1f} are free"
+                yield row | {"skipped": said}
                 continue
             arrays = prepared.arrays.result()()
             seconds = _seconds(program, arrays, options.repeats)
             row |= _kernels(program, arrays)
-        except Exception as error:  # Out of memory, or refused: the others go on.
+        except Exception as error:  # Out of memory, or refused: the others continue.
             yield row | {"skipped": " ".join(str(error).split())[:200]}
             continue
         rate = case.needed / seconds

@@ -59,7 +59,7 @@ class Options:
         max_tokens: most tokens of their samples.
         repeats: timed runs of each.
         dtype: of the parameters.
-        cache_dtype: of keys and values; None for that of the parameters.
+        cache_dtype: of keys and values; None for the parameters' dtype.
         json: file to write the result to.
     """
 

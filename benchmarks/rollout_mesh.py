@@ -1,4 +1,4 @@
-"""What a mesh of its own saves the sampler, and what moving the parameters costs.
+"""Time that a mesh of its own saves the sampler, and cost of moving parameters.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \
         python -m benchmarks.rollout_mesh --json benchmarks/results/FILE.json

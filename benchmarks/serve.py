@@ -58,7 +58,7 @@ class Options:
 
 @dataclass
 class Seen:
-    """What a client saw, in seconds since all clients began."""
+    """Times that a client saw, in seconds since all clients began."""
 
     asked: float
     first: float = 0.0

@@ -1,8 +1,8 @@
-"""Where the time of training goes: parts of it, each timed alone, and what is left.
+"""Time of training by part, each timed alone, and the rest.
 
     python -m benchmarks.training_parts --json benchmarks/results/FILE.json
 
-The batch is that of `benchmarks.grpo_step --prompt-tokens 256 --stop-share 0.02`:
+The batch is the one of `benchmarks.grpo_step --prompt-tokens 256 --stop-share 0.02`:
 groups that share a prompt, answers of different lengths, packed as trees. The first two
 rows of the table are the matrix products of the new tokens alone, with `jnp.dot`, as
 `ideal_seconds` of that benchmark counts them: three times the layers' at all tokens,

@@ -25,7 +25,7 @@ __all__ = [
     "writing",
 ]
 
-# What to do about an error of the system, by its number.
+# Remedies for errors of the system, by number.
 REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "the user's quota there is used up: free space, or raise it",
@@ -78,7 +78,7 @@ def named(error: OSError, path: Path, consequence: str) -> WriteError:
 
 @contextmanager
 def writing(path: Path, consequence: str) -> Iterator[None]:
-    """Turns the OSErrors of a block that writes a path into those of `named`.
+    """Turns the OSErrors of a block that writes a path into the errors of `named`.
 
     Args:
         path: a file or folder that the block writes.

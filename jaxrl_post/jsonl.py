@@ -30,8 +30,8 @@ type OnBadRow = Literal["fail", "skip"]
 # A report lists so many bad rows; it only counts the others.
 _LISTED_BAD_ROWS = 5
 
-# So many levels of brackets are read. Beyond, Python's own recursion ends in whatever
-# copies, compares or prints the value.
+# So many levels of brackets are read. Deeper values exceed Python's recursion limit
+# when they are copied, compared or printed.
 _DEEPEST = 200
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
 

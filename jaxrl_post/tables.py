@@ -22,8 +22,8 @@ __all__ = ["Layout", "listed", "read_table"]
 _PARQUET_BATCH_ROWS = 1024
 
 # Columns with conversations and tools. Arrow gives all structs of a column the same
-# fields, so a row has those of others, such as the parameters of their tools, as null,
-# also in the JSON lines that are written of a table.
+# fields, so a row has other rows' fields too, such as the parameters of their tools, as
+# null, also in the JSON lines that are written of a table.
 _CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 
 
@@ -150,7 +150,7 @@ def _mixed(
     )
 
 
-# What a file with another name may be: its first bytes, its kind, and what to do.
+# Kinds of files with another suffix: first bytes, kind, and remedy.
 _OTHER_KINDS = (
     (b"PAR1", "Parquet", "Rename the file, so that it ends in .parquet"),
     (b"\x1f\x8b", "data that gzip compressed", "Decompress it"),

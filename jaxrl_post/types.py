@@ -114,7 +114,7 @@ class TokenBatch:
         tokens: int32 [rows, length], ids in [0, vocab_size).
         positions: int32 [rows, length], 0-based along the path.
         ends: int32 [rows, length]: one past the last token of the tokens that follow
-            this one, those of all branches; 0 is padding.
+            this one, in all branches; 0 is padding.
         loss_mask: bool [rows, length], True where the policy produced the token.
         advantages: float32 [rows, length], constant with respect to the parameters.
         behavior_logprobs: float32 [rows, length], the sampler's, in nats; with
@@ -150,7 +150,8 @@ class TokenBatch:
             rejected; or of a step at its judged token, from 0 for wrong to 1 for right
             (process rewards).
         margins: float32 [rows, length] or None: how far the reward of a chosen answer
-            should be above that of the rejected one, at the chosen answer's tokens.
+            should be above the reward of the rejected one, at the chosen answer's
+            tokens.
         kept: int32 [rows, length, most] or None: ids of the tokens among which a token
             was drawn, itself one of them, padded with -1; the policy's log-prob is that
             among them. Without ids, or with None, it is that among all tokens.
@@ -204,8 +205,8 @@ def previous_tokens(
 ) -> Int[Array, "rows length"]:
     """Returns `TokenBatch.previous` from `TokenBatch.ends`."""
     index = jnp.arange(ends.shape[1], dtype=jnp.int32)
-    # Of the tokens that a token sees, the one before it. The square of the length is
-    # compared, but never stored.
+    # The last token before each token, among those that it sees. The square of the
+    # length is compared, but never stored.
     before = index[None, :] < index[:, None]
     seen = before & (jnp.asarray(ends)[:, None, :] > index[:, None])
     return jnp.where(seen, index, 0).max(axis=-1)

@@ -138,13 +138,12 @@ def _tell(outcome: Any, console: Console) -> None:
             console.print(f"{name + ':':<7} {path}", markup=False, highlight=False)
     if not outcome.completed and not outcome.step:
         console.print(
-            "stopped in the warm start, of which nothing is kept; the same command "
-            "begins it anew"
+            "stopped in the warm start, which is not saved; the same command repeats it"
         )
     elif not outcome.completed:
         console.print(
-            f"stopped after step {outcome.step}, all of it saved; "
-            "the same command goes on from here"
+            f"stopped after step {outcome.step}, all of it saved; the same command "
+            "continues from here"
         )
 
 
@@ -213,7 +212,7 @@ def _hyphened(name: re.Match[str]) -> str:
 def _check_warm_start(config: Any, arguments: Sequence[str]) -> None:
     """Refuses options of a warm start that the run does not have.
 
-    Those of a recipe, which the user did not give, are ignored for a checkpoint.
+    A recipe's options, which the user did not give, are ignored for a checkpoint.
     """
     for option in ("steps", "examples-per-step", "learning-rate"):
         option = f"--warm-start.{option}"

@@ -12,7 +12,7 @@ from launch import cli
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Which run.
+    """The run to report on.
 
     Attributes:
         run_dir: directory of a finished or a running run.

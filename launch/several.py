@@ -52,7 +52,7 @@ def several(
 
     def on_end(reason: str, message: str) -> None:
         remedy = (
-            "; start all processes again to go on from the last checkpoint"
+            "; start all processes again to continue from the last checkpoint"
             if reason == "gone"
             else ""
         )

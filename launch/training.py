@@ -1,4 +1,4 @@
-"""What the training programs share: their default options and how they load."""
+"""Shared by the training programs: default options and loading."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["DEFAULTS", "beginning", "offline", "online"]
 # The end of a description, for --help.
 DEFAULTS = (
     "\n\nSome defaults depend on --model, --lora.rank and, where these exist, on "
-    "--env and --recipe: give these beside --help to see theirs."
+    "--env and --recipe: give these with --help to see the defaults."
 )
 
 # With one of these options the user has an own task or model, so no demo.

@@ -1,4 +1,4 @@
-"""What the tests compile, kept on disk from run to run, for all clones of a user.
+"""Cache of the tests' compiled programs on disk, for all clones of a user.
 
 It lies in `jaxrl_post/compiled` below $XDG_CACHE_HOME, or ~/.cache. A program is found
 by its text, the flags, the machine and the version of JAX, so clones can share it.
@@ -6,7 +6,7 @@ by its text, the flags, the machine and the version of JAX, so clones can share 
 JAX writes a file of its cache in place, so two writers of one name could disturb each
 other, and a process killed while it writes leaves half a file. So no process writes
 where another reads. Each has a folder of its own, which begins as hard links to all
-that is kept; when the process ends well, its new files are moved beside the others,
+that is kept; when the process ends well, its new files are moved to the others,
 each by one rename. A reader sees a whole file or none, and what a killed process wrote
 is thrown away with its folder.
 """
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def folder_of_all() -> Path:
-    """Of the user; of this clone where the user's may not be written."""
+    """The user's folder; this clone's where the user's may not be written."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     clone = Path(__file__).parents[1] / "build"
     try:
@@ -61,7 +61,7 @@ SUFFIX = "-cache"
 
 
 def _machine() -> str:
-    """What machine code depends on and JAX's own key of a program may leave out."""
+    """Facts that machine code depends on and JAX's own key may leave out."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
     told = {x for x in lines if x.startswith(("model name", "flags", "Features"))}
@@ -116,7 +116,7 @@ def give_back(folder: Path, *, ended_well: bool = True, root: Path = ROOT) -> No
 
 
 def make_room(root: Path = ROOT, *, largest: int = LARGEST) -> None:
-    """Removes the oldest files above a size, and folders that nobody gave back."""
+    """Removes the oldest files above a size, and folders of dead processes."""
     for folder in root.glob("process-*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - folder.stat().st_mtime > DAY:

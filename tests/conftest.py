@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-# Both must be set before jax starts a backend, hence before any other import. Most of
+# Both must be set before jax starts a backend, and so before any other import. Most of
 # the time of the tests goes to compiling, so LLVM optimises less: a fifth less time.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=1 "
@@ -29,7 +29,7 @@ jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # How long an example takes is the machine's affair, and the first one compiles. The
-# examples are the same in every run, so that a test that passes goes on passing.
+# examples are the same in every run, so that a test that passes keeps passing.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
 install_import_hook(typecheck.modules(), f"{typecheck.__name__}.checked")
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         compiled.make_room()
 
 
-# What the test at work may not do, by the audit events of Python.
+# Acts that the running test may not do, by the audit events of Python.
 _STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
 _unmarked: str | None = None
 
@@ -59,7 +59,7 @@ sys.addaudithook(_refuse_processes)
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """Where tests that start processes are left out, no other starts one."""
+    """Refuses processes in other tests if tests that start them are left out."""
     global _unmarked
     left_out = "not processes" in item.config.option.markexpr
     _unmarked = item.nodeid if left_out else None
@@ -78,7 +78,7 @@ def _let_go():
 
 @pytest.fixture(autouse=True)
 def _restore_mesh():
-    """What a test sets as the mesh is not there for the next."""
+    """Unsets the mesh that a test has set."""
     before = jax.sharding.get_mesh()
     yield
     jax.set_mesh(before)

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 64, 4, 2, 16, 256, 2
 EPS, THETA = 1e-5, 100000.0
 
-# What llama.cpp splits a text with: one expression after the other.
+# Expressions with which llama.cpp splits a text, one after the other.
 GPT2 = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 )  # fmt: skip

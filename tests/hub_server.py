@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 
 def commit_of(revision: str) -> str:
-    """Of a revision's name: 40 hexadecimal digits."""
+    """A revision's name: 40 hexadecimal digits."""
     return hashlib.sha1(revision.encode()).hexdigest()
 
 

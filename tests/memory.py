@@ -1,4 +1,4 @@
-"""What a function holds on the host, measured so that other work cannot disturb it."""
+"""Host memory that a function holds, measured so that other work cannot disturb it."""
 
 import tracemalloc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What processes compile is kept whole, or not at all."""
+"""Compiled programs are kept whole, or not at all."""
 
 import os
 import signal

@@ -12,7 +12,7 @@ from jaxrl_post.tokens import Tokens
 FLOATS = st.floats(width=32, allow_nan=False) | st.just(float("nan"))
 
 
-# Of a piece: its version, -1 for context; and (id, logprob, log mass) of each token.
+# A piece: its version, -1 for context; and (id, logprob, log mass) of each token.
 PIECES = st.tuples(
     st.integers(-1, 9),
     st.lists(st.tuples(st.integers(0, 2**31 - 1), FLOATS, FLOATS), max_size=5),

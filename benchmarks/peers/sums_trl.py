@@ -3,7 +3,7 @@
     python benchmarks/peers/sums_trl.py --seed 0 --steps 60 --out trl_0.json
 
 Needs an environment of its own with torch, transformers 5 and trl, and `make smollm2`.
-Model, questions, grader, sizes and optimizer are those of `sums_ours.py`; the grader is
+Model, questions, grader, sizes and optimizer are as in `sums_ours.py`; the grader is
 this repository's, whose environments need no jax. Advantages are over the deviation +
 1e-4 in TRL, + 1e-6 here.
 

@@ -1,1 +1,1 @@
-"""What the kernels take at best, counted without a chip."""
+"""Lower bounds on the kernels' times, counted without a chip."""

@@ -1,4 +1,4 @@
-"""What rooflines count on every chip: tiles that hold a score, and parts of keys."""
+"""Counts of rooflines on every chip: tiles that hold a score, and parts of keys."""
 
 import math
 
@@ -30,7 +30,7 @@ def logits_in_memory_seconds(chip: Chip, rows: int, width: int, vocab: int) -> f
 def listed_tiles(
     length: int, row_tokens: int, window: int | None, tile: Tile
 ) -> np.ndarray:
-    """Which tiles of a row hold a visible score, as `kernel_tiles.TileList` finds it.
+    """Marks tiles of a row with a visible score, as `kernel_tiles.TileList` finds them.
 
     Args:
         length: of the row, a multiple of both sizes of a tile.

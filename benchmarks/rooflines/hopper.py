@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs take at best, from their own tiles.
+"""Lower bounds on the times of the kernels for Hopper GPUs, from their own tiles.
 
 A kernel is bound by its products, by what its tiles move from the L2 cache into shared
 memory, or by the memory's bandwidth, all of them overlapped. Attention is also bound by
@@ -80,7 +80,7 @@ def head_seconds(rows: int, width: int, vocab: int) -> list[float]:
 
 
 class AttentionKernel(NamedTuple):
-    """What one attention kernel does on a Hopper GPU.
+    """Work of one attention kernel on a Hopper GPU.
 
     Attributes:
         flops: of its matrix products, those with zeros that pad heads too.
@@ -89,7 +89,8 @@ class AttentionKernel(NamedTuple):
         loaded: bytes from the L2 cache into shared memory.
         moved: bytes between the memory and the chip, if each number is read and written
             once.
-        idle: time until the last multiprocessor finishes, over that of equal shares.
+        idle: time until the last multiprocessor finishes, over the time with equal
+            shares.
         added: bytes that the program moves which adds the parts of a group afterwards.
     """
 
@@ -208,7 +209,7 @@ def _padded(width: int) -> int:
 
 
 def idle_factor(steps: np.ndarray, processors: int) -> float:
-    """How much longer than equal shares blocks take that start in order.
+    """Ratio of the time of blocks that start in order to equal shares.
 
     Args:
         steps: of each block. A processor that has finished a block takes the next one.
@@ -224,7 +225,7 @@ def idle_factor(steps: np.ndarray, processors: int) -> float:
 
 
 def decode_seconds(shape: DecodeShape) -> Iterator[tuple[float, float]]:
-    """Seconds for own and for shared keys, and those of reading keys and values once.
+    """Seconds for own keys, for shared keys, and for reading keys and values once.
 
     Every query sees every key. Blocks of queries that read the same keys find them in
     the L2 cache. Results of parts are written and read by the program that merges them.

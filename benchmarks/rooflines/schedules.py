@@ -1,4 +1,4 @@
-"""How many cycles the compiler's schedule has for a tile of the kernels for TPUs.
+"""Cycles of the compiler's schedule for a tile of the kernels for TPUs.
 
     PYTHONPATH=build/kernels/tpu python -m benchmarks.rooflines.schedules [SHAPE ...]
 
@@ -81,7 +81,7 @@ def longest_part(folder: Path, kernel: str) -> int:
     # Where a loop or a branch begins, or ends.
     edges = re.findall(r"(?m)^ *(0x[0-9a-f]+) +(?:LB|PF|PB|LH)\b", texts[0].read_text())
     sizes = np.diff([0, *(int(edge, 16) for edge in edges), bundles])
-    # Of two of about the same length the first one, which masks nothing.
+    # If two have about the same length, take the first, which masks nothing.
     return int(sizes[sizes > 0.6 * sizes.max()][0])
 
 
@@ -175,7 +175,7 @@ def _compile(
 
     from launch import plan
 
-    plan.load()  # What libtpu reads of the process's environment.
+    plan.load()  # Variables that libtpu reads from the process's environment.
     for path in written.iterdir():
         path.unlink()
     chip = topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices[0]

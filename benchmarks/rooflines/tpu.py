@@ -1,4 +1,4 @@
-"""What the kernels for TPUs take at best: from their own tiles and a chip's rates.
+"""Lower bounds on the times of the TPU kernels, from their tiles and a chip's rates.
 
 Each kernel counts the products that it computes, the recomputed ones too, and the bytes
 that its blocks really move between HBM and VMEM. It takes the longer of the two, with
@@ -35,7 +35,7 @@ UNIT = {"TPU v5 lite": 128, "TPU v5": 128, "TPU v6 lite": 256}
 
 
 class Kernel(NamedTuple):
-    """What one kernel does.
+    """Work of one kernel.
 
     Attributes:
         flops: of its matrix products, with what pads them for the matrix unit.

@@ -106,7 +106,7 @@ def nca(*, beta: float = 0.01) -> PreferenceAlgorithm:
 
 
 def sppo(*, beta: float = 0.001) -> PreferenceAlgorithm:
-    """Self-Play Preference Optimization with hard labels, its step on given pairs.
+    """The step of Self-Play Preference Optimization on given pairs, with hard labels.
 
     Args:
         beta: > 0; see `losses.anchored.sppo_loss`. The authors' models have 1 / 1000.

@@ -137,8 +137,8 @@ def compose(
     mismatch/kl (KL(behavior || proximal)) and mismatch/unequal (share of tokens whose
     log-prob under the policy is not the sampler's, to the last bit), without stale
     tokens, 0 if all tokens are stale; with stale tokens mismatch/stale_kl, the KL of
-    these; those of the correction; and with reference log-probs
-    policy/kl_to_reference (KL(policy || reference)). All KLs are k3, in nats per token.
+    these; the correction's metrics; and with reference log-probs policy/kl_to_reference
+    (KL(policy || reference)). All KLs are k3, in nats per token.
 
     Args:
         advantages: as `Algorithm.advantages`.
@@ -284,8 +284,8 @@ def _refuse_k1(estimator: KlEstimator) -> None:
         inner = inner.func
     if inner is kl.k1:
         raise ValueError(
-            "kl_estimator must be one whose gradient is that of a KL (kl.k2, kl.k3 or "
-            "kl.k3_plus), got kl.k1: as a loss its expected gradient is zero, so it "
+            "kl_estimator must be an estimator with the gradient of a KL (kl.k2, kl.k3 "
+            "or kl.k3_plus), got kl.k1: as a loss its expected gradient is zero, so it "
             "would add noise and no pull towards the reference; use kl.k1 as a metric "
             "or as a penalty inside the reward, or give kl_weights. "
             "accept_k1_loss=True takes it all the same"

@@ -2,7 +2,7 @@
 
 A wrong mask, a NaN or a loss that no gradient reaches shows late in a run, or never.
 Here the algorithm's functions are called under `jax.jit` on a small batch: two prompts
-with two samples, one of which is invalid, then two sequences with prompts and padding.
+with two samples, one of them invalid, then two sequences with prompts and padding.
 """
 
 import functools
@@ -155,7 +155,7 @@ def _of_objectives(algorithm: Algorithm) -> str | None:
     return None
 
 
-# What an objective is given, with a number at the tokens that the mask leaves out, and
+# Inputs of an objective, with a number at the tokens that the mask leaves out, and
 # with the reference's log-probs or without.
 type _Given = Callable[[float, bool], tuple[Predictions, TokenBatch]]
 
@@ -231,7 +231,7 @@ def _results(
 
 
 class _BrokenError(Exception):
-    """An objective that is none, found while it was traced."""
+    """An objective breaks the contract while it is traced."""
 
 
 def _require(found: Any, name: str) -> None:
@@ -303,7 +303,7 @@ def _predictions(algorithm: Algorithm, uncounted: float) -> Predictions:
     return Predictions(
         logprobs=values,
         entropy=jnp.abs(_tokens(5, uncounted)),
-        # The value before an answer is that after its prompt.
+        # The value before an answer is the value after its prompt.
         values_after=_tokens(6, -1.0) if critic else None,
     )
 

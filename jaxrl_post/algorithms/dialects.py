@@ -353,7 +353,7 @@ def _check_trl(
     reduction: Reduction,
     shared: SharedOptions,
 ) -> None:
-    """Refuses what TRL computes otherwise."""
+    """Refuses options that TRL computes differently."""
     if dual_clip is not None and dual_clip <= 1 + clip_high:
         raise ValueError(
             f"dual_clip must be > 1 + clip_high = {1 + clip_high}, got {dual_clip}"

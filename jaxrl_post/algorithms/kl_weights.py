@@ -1,9 +1,10 @@
 """Importance weights of the KL penalty in the loss, which are differentiated.
 
 The estimators of `losses.kl` assume tokens that the policy itself sampled, and their
-gradient is not that of their expectation. The weight p / q mends both for tokens that q
-sampled: E_q[p / q v] = E_p[v], and with a gradient through p the two sides' gradients
-are equal too. With k1 or k3 that is the gradient of KL(policy || reference).
+gradient is not the gradient of their expectation. The weight p / q mends both for
+tokens that q sampled: E_q[p / q v] = E_p[v], and with a gradient through p the two
+sides' gradients are equal too. With k1 or k3 that is the gradient of KL(policy ||
+reference).
 """
 
 from typing import Literal
@@ -33,8 +34,8 @@ def ratio(
             that the ratio is 1 and adds its gradient alone, as in NeMo RL otherwise
             (`losses.kl.with_score_term`).
         ratio_level: "token", or "sequence" for the ratio of `ratios.sequence_ratio`.
-        max_value: > 0, the products are clamped to +-max_value; None for no clamp. The
-            gradient beyond is 0, that of the ratio too.
+        max_value: > 0, the products are clamped to +-max_value; None for no clamp.
+            Beyond it both the weight's and the ratio's gradient are 0.
 
     Returns:
         Weights for `compose`.

@@ -3,7 +3,7 @@
 In a row of a `TokenBatch` the two answers of a pair stand side by side: the rejected
 one, with its own copy of the prompt if it has one, begins where the chosen one ends.
 The loss mask marks the answers, and the labels are 1 at the tokens of the chosen answer
-and -1 at those of the rejected one. The count of a loss is the number of pairs.
+and -1 at the tokens of the rejected one. The count of a loss is the number of pairs.
 """
 
 from collections.abc import Callable
@@ -186,7 +186,7 @@ def sides(
     if batch.labels is None:
         raise ValueError(
             "batch.labels must be given, got None; they hold 1 at the tokens of chosen "
-            "answers and -1 at those of rejected ones"
+            "answers and -1 at the tokens of rejected ones"
         )
     mask = in_sequence(batch.loss_mask, batch.ends)
     liked = counted((batch.labels > 0).astype(jnp.float32), mask)

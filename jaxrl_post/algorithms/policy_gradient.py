@@ -91,7 +91,7 @@ def dapo(
     epsilon: float = 1e-6,
     **shared: Unpack[SharedOptions],
 ) -> Algorithm:
-    """Decoupled Clip and Dynamic sAmpling Policy Optimization, its loss.
+    """The loss of Decoupled Clip and Dynamic sAmpling Policy Optimization.
 
     It is GRPO with a higher upper clip, the mean over all tokens, and no KL. The
     paper's dynamic sampling and overlong shaping are not part of the loss.
@@ -123,7 +123,7 @@ def gspo(
     It is GRPO with one clipped ratio per sequence, the geometric mean of its tokens'
     ratios, which needs a small clip range. Advantages and corrections of single tokens
     count for these alone (the paper's GSPO-token, eq. 13); where they are equal in a
-    sequence, its gradient is that of eq. 5.
+    sequence, its gradient is the gradient of eq. 5.
 
     References:
         Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071.

@@ -110,7 +110,7 @@ def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
     if batch.labels is None:
         raise ValueError(
             "batch.labels must be given, got None; they hold 1 at the last token of a "
-            "right step and 0 at that of a wrong one"
+            "right step and 0 at the last token of a wrong one"
         )
     return batch.labels
 

@@ -157,7 +157,7 @@ def weighting_token_ratio(*, ratio_low: float, ratio_high: float) -> PolicyLoss:
 def geometric_mean_ratio(*, clip_low: float, clip_high: float) -> PolicyLoss:
     """GMPO: the geometric mean of a sequence's clipped token ratios.
 
-    The ratio and clip metrics are those of the single tokens.
+    The ratio and clip metrics are of single tokens.
 
     Args:
         clip_low: >= 0, in nats; the log-ratio is clipped at -clip_low.

@@ -72,7 +72,7 @@ def ppo(
         lambda_: in [0, 1], of the policy's advantages.
         value_lambda: in [0, 1], of the critic's targets. With 1 the targets are the
             returns, which VC-PPO found to matter for long answers; with `lambda_` they
-            are those of the PPO paper.
+            are as in the PPO paper.
         whiten: whether advantages get mean 0 and variance 1 over the batch's tokens.
         value_clip: > 0, how far a value may move in the batch's updates; None for a
             plain squared error.
@@ -235,8 +235,9 @@ def distillation(
     """On-policy distillation: the student's own samples, graded token by token.
 
     The reference policy is the teacher. A token's advantage is log teacher - log
-    student, so that the expected gradient is that of the reverse KL from the student
-    to the teacher at the prefixes that the student visits. Rewards are only metrics.
+    student, so that the expected gradient is the gradient of the reverse KL from the
+    student to the teacher at the prefixes that the student visits. Rewards are only
+    metrics.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649.

@@ -127,7 +127,7 @@ def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
     if batch.labels is None:
         raise ValueError(
             "batch.labels must be given, got None; they hold 1 at the tokens of "
-            "desirable answers and -1 at those of undesirable ones"
+            "desirable answers and -1 at the tokens of undesirable ones"
         )
     return batch.labels
 

@@ -31,18 +31,18 @@ DivergenceName = Literal["sampled", "forward_kl", "reverse_kl", "jsd", "top_k"]
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """How student and teacher are compared; for the algorithm distillation.
+    """Options for comparing student and teacher in distillation.
 
     Attributes:
-        divergence: sampled: the advantage of a token that the student drew is
-            log teacher - log student; the others compare whole distributions at every
-            token: forward_kl, KL(teacher || student); reverse_kl, KL(student ||
-            teacher); jsd, GKD's divergence between the two; top_k, the forward KL from
-            the teacher's likeliest tokens.
-        data: text that is compared on. samples: the student's own; demonstrations: the
-            environment's, as many a step as there would be samples.
-        temperature: temperature that divides both models' logits where whole
-            distributions are compared.
+        divergence: sampled: a token that the student drew has the advantage log teacher
+            - log student; the other choices compare whole distributions at every token:
+            forward_kl, KL(teacher || student); reverse_kl, KL(student || teacher); jsd,
+            GKD's divergence between the two; top_k, the forward KL from the teacher's
+            likeliest tokens.
+        data: text on which they are compared. samples: the student's own samples;
+            demonstrations: the environment's, as many per step as there would be
+            samples.
+        temperature: divides both models' logits where whole distributions are compared.
         beta: share of the teacher in the mixture of jsd, in [0, 1]; 0 is the forward
             KL, 1 the reverse KL. None for 0.5.
         top_k: number of the teacher's likeliest tokens that top_k compares one by one;
@@ -61,7 +61,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """How the loss corrects for log-probs that differ between sampler and trainer.
+    """Correction in the loss for log-probs that differ between sampler and trainer.
 
     Attributes:
         kind: how a token's loss is weighted by the ratio of its probability in the
@@ -73,9 +73,9 @@ class CorrectionConfig:
             sequence.
         cap: largest weight, of truncated_* and masked_sequences; None for the default.
         low: lower bound of the ratio; None for icepop's default. masked_sequences has
-            none and needs it.
+            no default and needs a value.
         high: upper bound of the ratio; None for icepop's default. masked_sequences has
-            none and needs it.
+            no default and needs a value.
     """
 
     kind: CorrectionName = "truncated_tokens"
@@ -86,52 +86,54 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Which algorithm, and its hyperparameters; None is the default of its paper.
+    """The algorithm and its hyperparameters; None takes the default of its paper.
 
     Attributes:
         name: grpo, dr_grpo, dapo, gspo, cispo, rloo, gmpo, sapo, max_rl, dppo, gdpo,
             opo, remax, clipped_rloo, luspo, lite_ppo, vespo, ppo, reinforce_plus_plus,
             reinforce_plus_plus_baseline or distillation, functions of
             `jaxrl_post.algorithms`; or <module>:<function> of one that returns an
-            Algorithm. More of the function's parameters go behind a question mark:
+            Algorithm. Further parameters of the function follow a question mark:
             grpo?dual_clip=3, dppo?threshold=0.15.
-        clip_low: how far below 1 a policy ratio may fall before it is clipped; of gmpo,
-            how far its logarithm may fall below 0, in nats; of cispo, the lower bound
-            of the ratio itself.
-        clip_high: how far above 1 a policy ratio may rise before it is clipped; of
-            gmpo, how far its logarithm may rise above 0, in nats; of cispo, the upper
+        clip_low: how far below 1 a policy ratio may fall before it is clipped; for
+            gmpo, how far its logarithm may fall below 0, in nats; for cispo, the lower
+            bound of the ratio itself.
+        clip_high: how far above 1 a policy ratio may rise before it is clipped; for
+            gmpo, how far its logarithm may rise above 0, in nats; for cispo, the upper
             bound of the ratio itself.
         kl_coefficient: weight of the KL divergence to the reference policy, in nats: in
-            the reward of ppo and reinforce_plus_plus, in the loss of the others; 0
+            the reward for ppo and reinforce_plus_plus, in the loss for the others; 0
             needs no reference.
         kl_estimator: estimator of that KL divergence; k1 only inside the reward, or
-            with kl_weights. None for k1 there, k2 of reinforce_plus_plus_baseline, and
-            k3 in other losses.
-        kl_weights: the policy's ratio to what is named, which then weighs that KL in
-            the loss, token by token and with a gradient; the expected gradient of k1
-            and k3 is then the KL's. policy: to itself, which changes the gradient
-            alone; proximal: to the policy before the step's first update; behavior: to
-            the sampler. None for no weight.
+            with kl_weights. None for k1 in the reward, k2 for
+            reinforce_plus_plus_baseline, and k3 in other losses.
+        kl_weights: weighs that KL in the loss, token by token, by the policy's
+            probability ratio to the named policy; the weight has a gradient, so that k1
+            and k3 have the KL's gradient in expectation. policy: the ratio to itself,
+            which changes only the gradient; proximal: to the policy before the step's
+            first update; behavior: to the sampler. None for no weight.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
-            hub (ORG/NAME@REVISION for a revision); it is the teacher of distillation;
-            None for the model as it began.
-        entropy_coefficient: weight of the policy's entropy, in nats, which the loss
-            rewards.
-        reward_weights: weights that gdpo gives the parts of the reward, as NAME=WEIGHT,
-            such as own=1 length=0.5; parts that are not named do not count. None for
-            all, with 1. A reward model's part is model; that of an environment without
-            parts is environment; what an agent posts beside parts is posted.
-        turn_credit: rewards that a turn of an episode is credited with. outcome: the
-            sum of the episode's; turns: its own and those of the turns after it. In ppo
-            and reinforce_plus_plus, which discount by the token, a turn's reward then
-            stands at the turn's last token.
-        turn_discount: discount factor per turn, of the rewards of the turns after it; 0
-            credits a turn with its own reward alone.
-        support: what a sampled token is scored among if --rollout.top-k,
+            hub (ORG/NAME@REVISION for a revision); in distillation it is the teacher.
+            None for the run's initial model.
+        entropy_coefficient: weight of the entropy bonus: the loss subtracts this times
+            the policy's entropy, in nats.
+        reward_weights: weights of the reward's parts in gdpo, as NAME=WEIGHT, such as
+            own=1 length=0.5; parts that are not named do not count. Without the option
+            every part has weight 1. A reward model's part is named model; an
+            environment without parts has one, environment; a reward that an agent posts
+            in addition to parts is named posted.
+        turn_credit: rewards with which a turn of an episode is credited. outcome: the
+            sum over the episode; turns: its own reward and the later turns' rewards.
+            With turns, ppo and reinforce_plus_plus, which discount by the token, place
+            a turn's reward at the turn's last token.
+        turn_discount: discount factor per turn for the rewards of later turns; 0
+            credits a turn with only its own reward.
+        support: tokens among which a sampled token is scored if --rollout.top-k,
             --rollout.top-p or --rollout.min-p cut tokens off, or an agent asked for a
             schema, a grammar or the call of a tool. kept: the tokens that the sampler
-            kept, so that the policy is the distribution that it drew from, as long as
-            these are at most --rollout.top-k, or without it 128; full: all.
+            kept, so that the policy is the distribution from which it drew, if these
+            are at most --rollout.top-k (128 without that option); full: the whole
+            vocabulary.
         correction: how the loss corrects for log-probs that differ between sampler and
             trainer.
     """

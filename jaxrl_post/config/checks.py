@@ -1,7 +1,7 @@
-"""Checks of options against each other, before jax is imported.
+"""Checks options against each other, before jax is imported.
 
-`check_options` makes all of them for a training program. Checks that need the model or
-the devices are made where these are opened.
+`check_options` runs all checks of a training program. A check that needs the model or
+the devices runs where these are opened.
 """
 
 import difflib
@@ -107,7 +107,7 @@ def check_algorithm(
 ) -> None:
     """Refuses options of an algorithm that have no effect or contradict others.
 
-    What the algorithm itself decides is checked where it is made
+    What depends on the algorithm itself is checked where it is made
     (`learner.algorithm`).
 
     Raises:
@@ -121,7 +121,7 @@ def check_algorithm(
 
 
 def reward_weights(config: AlgorithmConfig) -> list[tuple[str, float]]:
-    """Names and weights of the parts of the reward, as they were given.
+    """Parses --algorithm.reward-weights: names and weights of the reward's parts.
 
     Raises:
         ConfigError: an entry is not NAME=WEIGHT, or a name occurs twice.
@@ -278,8 +278,8 @@ def _check_exact(config: RLConfig) -> None:
         )
     if config.rollout.dtype not in (None, config.dtype):
         raise ConfigError(
-            f"--rollout.dtype: with --exact the sampler computes as the trainer does; "
-            f"got {config.rollout.dtype} beside --dtype {config.dtype}; drop the option"
+            "--rollout.dtype: with --exact the sampler computes as the trainer does; "
+            f"got {config.rollout.dtype} with --dtype {config.dtype}; drop the option"
         )
     if config.rollout.cache_dtype is not None:
         raise ConfigError(
@@ -371,20 +371,20 @@ def _check_turns(config: RLConfig) -> None:
         )
     if not rollout.recompute_cache and config.exact:
         raise ConfigError(
-            "--rollout.no-recompute-cache: with --exact a log-prob is that of one "
-            "version's parameters, and kept keys are of another; drop one of them"
+            "--rollout.no-recompute-cache: with --exact every log-prob comes from one "
+            "version's parameters, and kept keys come from another; drop one of them"
         )
     if rollout.dynamic_sampling and algorithm.correction.kind == "none":
         raise ConfigError(
-            "--rollout.dynamic-sampling: groups that are left over wait for the next "
-            "step, when they are of earlier parameters, and need a correction; drop "
+            "--rollout.dynamic-sampling: spare groups wait for the next step, are "
+            "off-policy by then, and need a correction; drop "
             "--algorithm.correction.kind none"
         )
     if not rollout.partial:
         if not rollout.recompute_cache:
             raise ConfigError(
-                "--rollout.no-recompute-cache: without --rollout.partial no "
-                "sample goes on under other parameters; drop the option"
+                "--rollout.no-recompute-cache: without --rollout.partial no sample "
+                "outlives its parameters; drop the option"
             )
         return
     if config.distill.data == "demonstrations":
@@ -471,7 +471,7 @@ def _check_sampled(distill: DistillConfig) -> None:
 
 
 def check_name(spec: str, option: str, kind: str, names: Sequence[str]) -> None:
-    """Refuses a name that is none of the package's and names no module.
+    """Refuses a name that is neither the package's nor a module's.
 
     Args:
         spec: the name, perhaps with parameters behind a question mark.
@@ -480,7 +480,7 @@ def check_name(spec: str, option: str, kind: str, names: Sequence[str]) -> None:
         names: the names of the package.
 
     Raises:
-        ConfigError: names the ones that are close.
+        ConfigError: names the closest known name.
     """
     name = spec.partition("?")[0]
     if ":" not in name and name not in names:
@@ -492,5 +492,5 @@ def check_name(spec: str, option: str, kind: str, names: Sequence[str]) -> None:
 
 
 def known(names: Sequence[str]) -> str:
-    """The names of the package, and the form of others, for error messages."""
+    """Lists the package's names and the form of a user's own, for error messages."""
     return f"{', '.join(names)}, <module>:<function>"

@@ -10,25 +10,24 @@ __all__ = ["ConvertConfig"]
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """What to read, and what to write.
+    """Input and output of a conversion between checkpoint formats.
 
     Attributes:
         input: a Hugging Face directory, ORG/NAME on the hub, an Orbax model directory,
             a GGUF file (extra `gguf`), an adapter of PEFT, or the directory of a run.
         revision: branch, tag or commit of an --input on the hub.
-        output: the directory to make; nothing is overwritten.
-        format: format of the output. Every program's --model reads either; Orbax's
-            arrays are as the model has them in memory, and transformers does not read
-            them.
-        dtype: dtype of the tensors; None for the one that they have. A run that trains
-            in bfloat16 has float32 master weights: float32 writes those. Of GGUF, None
-            means bfloat16 if the matrices are in it, and float32 if not.
+        output: directory to create; an existing one is never overwritten.
+        format: format of the output. Every program's --model reads both; orbax stores
+            the arrays as they are in memory, which transformers cannot read.
+        dtype: dtype of the tensors; None keeps their dtype. A run that trains in
+            bfloat16 has float32 master weights, which float32 writes. For GGUF, None
+            means bfloat16 if the file's matrices are bfloat16, else float32.
         step: step of the run whose checkpoint is read; None for the newest.
         base: where the config.json and the tokenizer of a run's model are, or the model
             under an adapter: a directory, or ORG/NAME on the hub; None for the one that
             the run or the adapter names.
-        max_shard_gb: most gigabytes of tensors in a file; more are split over files.
-            With orbax, the size at which a file is closed.
+        max_shard_gb: largest size of a file's tensors in gigabytes; more are split over
+            several files. With orbax, the size at which a file is closed.
     """
 
     input: str

@@ -12,28 +12,28 @@ __all__ = ["CriticConfig"]
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic of ppo; other algorithms have none.
+    """The critic (value model) of ppo; other algorithms have none.
 
     Attributes:
         backbone: separate: a model of its own; shared: a value head on the policy.
-        model: Hugging Face directory, or ORG/NAME on the hub, in which a separate
-            critic begins, a reward model or a language model; None for the policy's
-            own weights.
+        model: initial weights of a separate critic, from a reward model or a language
+            model: a Hugging Face directory, or ORG/NAME on the hub; None for the
+            policy's own weights.
         gamma: discount factor per token.
         gae_lambda: lambda of generalized advantage estimation (GAE), for the policy's
             advantages.
         value_lambda: lambda of GAE for the critic's targets; 1 makes them the returns.
-        clip: how far a value may move from its old one in the updates of a batch; 0 for
-            no clipping.
-        coefficient: weight in the loss of the critic's part, where critic and policy
-            share a backbone.
-        warmup_steps: steps of the run, from its beginning, in which a separate critic
-            learns and the policy does not.
-        bootstrap_truncated: whether an answer that was cut at the most tokens earns
-            what the critic expects after it, beside its reward; without, the cut is its
-            end.
+        clip: largest change of a value in the updates of a batch before it is clipped;
+            0 for no clipping.
+        coefficient: weight of the critic's loss where critic and policy share a
+            backbone.
+        warmup_steps: first steps of the run, in which a separate critic learns and the
+            policy does not.
+        bootstrap_truncated: adds the critic's value of the state after the cut to the
+            reward of an answer that was cut at the token limit; without it, the cut
+            counts as the end.
         optimizer: AdamW of a separate critic, and its learning rate.
-        lora: an adapter to train, with the value head, in place of a separate critic's
+        lora: adapter to train, with the value head, instead of a separate critic's
             whole model.
     """
 

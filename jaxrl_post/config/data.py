@@ -21,7 +21,7 @@ __all__ = [
     "variables_of",
 ]
 
-# What Python writes where JSON has other names.
+# Python's spellings of JSON's constants.
 PYTHON = {"True": True, "False": False, "None": None}
 
 
@@ -37,18 +37,18 @@ class DataConfig:
     """Data files for an environment (jsonl, gsm8k), or chats for launch.sft.
 
     Attributes:
-        path: .jsonl or .parquet file to learn from; hf://datasets/ORG/NAME/FILE for one
-            on the hub, ORG/NAME@REVISION for a revision of it.
-        eval_path: likewise, of what is held out; default: a tenth of the prompts of
+        path: .jsonl or .parquet file of training data; hf://datasets/ORG/NAME/FILE for
+            one on the hub, ORG/NAME@REVISION for a revision of it.
+        eval_path: likewise, for held-out data; default: a tenth of the prompts of
             `path`.
         on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
-            leave it out, and report how many there were.
-        on_overlap: what to do about training tasks whose prompt is held out too, in any
-            environment: fail, stop with an error; drop, leave them out of training;
+            leave it out and report how many were skipped.
+        on_overlap: what to do about training tasks whose prompt is also held out, in
+            any environment: fail, stop with an error; drop, leave them out of training;
             allow, train on them.
-        on_unwritten: what to do about examples and prompts of which the chat template
-            leaves something out, such as tool calls, tools or reasoning: fail, stop
-            with an error that counts them; drop, leave them out; allow, take what the
+        on_unwritten: what to do about examples and prompts if the chat template leaves
+            out a part of them, such as tool calls, tools or reasoning: fail, stop with
+            an error that counts them; drop, leave them out; allow, use what the
             template writes.
     """
 
@@ -61,18 +61,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TemplateConfig:
-    """What the model's chat template reads beside the conversation.
+    """Variables and the date that the model's chat template reads.
 
-    A model of a run has that run's variables, but for those that are given. A model
-    with a template of its own, `reward.model`, has its run's and this date. A
-    reference, a teacher, a critic or a draft model reads the policy's tokens.
+    A run's model keeps the variables of that run; options given here override them one
+    by one. A model with its own template, `reward.model`, takes the variables of its
+    own run and this date. A reference, a teacher, a critic or a draft model reads the
+    policy's tokens.
 
     Attributes:
-        variables: of the template, as NAME=VALUE: enable_thinking=false,
-            reasoning_effort=high. A value is JSON, or else a text; {"NAME": VALUE, ...}
-            gives several. A name that the template does not read is an error.
-        date: YYYY-MM-DD, for templates that write the date. None: in training, the
-            day on which the run began, which config.json keeps; in an evaluation, that
+        variables: variables of the template, as NAME=VALUE: enable_thinking=false,
+            reasoning_effort=high. A value that is not JSON is taken as text; {"NAME":
+            VALUE, ...} gives several. A name that the template does not read is an
+            error.
+        date: YYYY-MM-DD, for templates that write the date. None: in training, the day
+            on which the run began, which config.json keeps; in an evaluation, the date
             of the run that made the model, else today; elsewhere, today.
     """
 
@@ -84,7 +86,7 @@ AS_IT_IS = TemplateConfig()
 
 
 def check_template(config: TemplateConfig) -> None:
-    """Refuses options that no template can be given.
+    """Refuses template options that are malformed.
 
     Raises:
         ConfigError: as `variables_of` and `date_of`.
@@ -116,7 +118,7 @@ def variables_of(config: TemplateConfig) -> dict[str, Any]:
 
 
 def spelled(variables: Mapping[str, Any]) -> tuple[str, ...]:
-    """The one way to write variables, by which runs are compared.
+    """Writes variables in a canonical form, by which runs are compared.
 
     >>> spelled(variables_of(TemplateConfig(("b=1 ", "a=high"))))
     ('a="high"', 'b=1')

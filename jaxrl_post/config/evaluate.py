@@ -25,7 +25,7 @@ __all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What to evaluate, and how.
+    """The model, tasks and sampling of an evaluation.
 
     Attributes:
         model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
@@ -35,19 +35,19 @@ class EvaluateConfig:
         revision: branch, tag or commit of a model on the hub.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
             (docs/protocols.md) can only be evaluated.
-        tools: what the model may call before it answers, as for training. Needs
+        tools: tools that the model may call before it answers, as for training. Needs
             `max_turns`.
-        data: files of tasks, for environments that read some.
-        template: what the chat template reads beside the conversation; for the model
-            of a run, variables that are not given are those of the run.
-        split: which tasks; those of "eval" are held out from training.
+        data: files of tasks, for environments that read files.
+        template: variables and date for the chat template; for a run's model, variables
+            that are not given are taken from the run.
+        split: which tasks; the tasks of "eval" are held out from training.
         num_tasks: number of tasks of the split, from its first; equal prompts count
             once.
         samples: number of samples of each task.
-        sampling_defaults: for those of temperature, top_k, top_p, min_p, max_tokens
-            and stop_strings that are not given. "greedy": 0, no cuts, 256; "model":
-            those of the checkpoint's generation_config.json, and for what it leaves
-            out "greedy".
+        sampling_defaults: for the options among temperature, top_k, top_p, min_p,
+            max_tokens and stop_strings that are not given. "greedy": 0, no cuts, 256;
+            "model": the values of the checkpoint's generation_config.json, and for what
+            it leaves out "greedy".
         temperature: sampling temperature, >= 0; 0 takes the most probable token
             (greedy).
         top_k: sample from the k most probable tokens alone; 0 for all.
@@ -55,31 +55,32 @@ class EvaluateConfig:
             probability in total, in (0, 1]; 1 for all.
         min_p: sample from the tokens with at least this share of the top token's
             probability, in [0, 1]; 0 for all.
-        stop_strings: texts of which any ends a completion, with the token that
-            completes it.
+        stop_strings: texts that end a completion; it ends with the token that completes
+            one of them.
         max_tokens: most tokens of a completion, the stop token included.
         max_turns: most turns of the model in an episode.
-        max_result_tokens: most tokens of what a tool returned to the model; a longer
-            result loses its middle, and says so.
-        max_prompt_tokens: most tokens of a conversation before its last turn; 0, with
-            one turn, for those of the longest first prompt.
+        max_result_tokens: most tokens of a tool's result; a longer one loses its
+            middle, and a note in it says so.
+        max_prompt_tokens: most tokens of a conversation before its last turn; with one
+            turn, 0 takes the length of the longest first prompt.
         solved_reward: a sample with at least this reward solves its task.
         seed: seed of the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
         num_slots: number of samples that decode at once.
-        judges: where answers are judged. local: in processes of this machine; ray: on
-            the Ray cluster that is there, or else one on this machine; ray:HOST:PORT:
-            on the nodes of that cluster; ray:local: always on one of this machine.
+        judges: where answers are judged. local: in processes on this machine; ray: on
+            the Ray cluster that is running, else on one started on this machine;
+            ray:HOST:PORT: on the nodes of that cluster; ray:local: always on one
+            started on this machine.
         reward_workers: number of processes that judge answers.
         reward_cpus: with judges on a Ray cluster, CPUs reserved for each process.
         reward_deadline_s: most seconds for one judgement.
-        reward_memory_gib: most GiB of address space of a process that judges; a step
+        reward_memory_gib: most GiB of address space of a judging process; a judgement
             that needs more fails. None for no limit.
         deadline_s: most seconds for the whole evaluation.
-        output: JSON file for the results; the completions go beside it, in a file whose
-            name ends in .completions.jsonl. None writes nothing.
+        output: JSON file for the results; the completions are written to a file in the
+            same folder whose name ends in .completions.jsonl. None writes nothing.
     """
 
     model: str

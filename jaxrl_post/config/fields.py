@@ -30,7 +30,7 @@ __all__ = [
 
 
 def _told(number: float) -> str:
-    """A number for a message: an integer with all of its digits."""
+    """Writes a number for a message: an integer with all of its digits."""
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
@@ -65,7 +65,7 @@ class Range:
 
 
 COUNT, NOT_NEGATIVE = Range(1), Range(0)
-# JAX keeps 32 bits of a seed: of two larger ones, the noise may be the same.
+# JAX keeps 32 bits of a seed: two larger seeds may give the same noise.
 SEED = Range(0, 2**32 - 1)
 POSITIVE = Range(0, open_low=True)
 SHARE = Range(0, 1)

@@ -44,7 +44,7 @@ def with_horizons[Config: RunConfig](
 
     Linear and cosine schedules reach 0 there. A resumed run with more `steps` keeps
     this end, so it has to give a longer schedule; from the step at which it resumes,
-    its learning rate is that of the longer schedule.
+    its learning rate follows the longer schedule.
 
     Args:
         config: of the run; `schedule_steps` is set if the user gave it.

@@ -12,7 +12,8 @@ __all__ = ["AdapterConfig"]
 class AdapterConfig:
     """Training an adapter in place of the model's own parameters.
 
-    A value head or a process reward model's head is trained whole beside the adapter.
+    A value head or a process reward model's head is trained in full together with the
+    adapter.
 
     Attributes:
         rank: rank of the adapter's matrices (LoRA); 0 for no adapter, all parameters
@@ -20,7 +21,7 @@ class AdapterConfig:
         alpha: scale of the adapter: its product of matrices is multiplied by alpha /
             rank.
         targets: names of the matrices to adapt, such as query and value; none for all
-            of attention and of MLPs, but for experts' own.
+            of attention and of MLPs, except the experts'.
         rank_stabilized: scale by alpha / sqrt(rank) instead (rsLoRA).
         dora: train magnitude and direction of a matrix separately (DoRA).
         quantize: hold the frozen matrices in 8 bits (int8) or 4 bits (nf4); None holds

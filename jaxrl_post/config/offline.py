@@ -47,8 +47,8 @@ class PairsConfig:
             leave it out, and report how many there were.
         eval_share: share of the prompts that is held out for evaluation; one pair,
             answer or solution of each of these is evaluated.
-        on_unwritten: what to do about prompts and answers of which the chat template
-            leaves something out, such as a system prompt: fail, stop with an error that
+        on_unwritten: what to do about prompts and answers if the chat template leaves
+            out a part of them, such as a system prompt: fail, stop with an error that
             counts them; drop, leave them out; allow, take what the template writes.
     """
 
@@ -60,7 +60,7 @@ class PairsConfig:
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """Which preference loss, and its hyperparameters.
+    """The preference loss and its hyperparameters.
 
     Attributes:
         name: dpo, robust_dpo, ln_dpo, hinge, ipo, alpha_divergence_dpo,
@@ -105,8 +105,7 @@ class OfflineConfig(RunConfig):
     """The options that all programs on a data set share.
 
     Attributes:
-        examples_per_step: demonstrations, pairs or judged answers in the batch of a
-            step.
+        examples_per_step: demonstrations, pairs or judged answers in a step's batch.
         max_tokens: most tokens of a prompt and its answer together.
         log_every: steps of the run between rows of metrics.
     """

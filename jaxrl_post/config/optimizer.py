@@ -16,15 +16,15 @@ class OptimizerConfig:
         learning_rate: peak learning rate, which the warm-up reaches.
         warmup_steps: optimizer steps in which the learning rate rises linearly. The
             first step has learning_rate / warmup_steps, the last one learning_rate.
-        schedule: how the learning rate goes on after the warm-up: "constant", or down
-            to 0, in a straight line ("linear") or as a cosine ("cosine").
+        schedule: learning rate after the warm-up: "constant", or falling to 0 along a
+            straight line ("linear") or a cosine ("cosine").
         schedule_steps: step of the run, as --steps counts them, at which the schedule
-            ends; None for the --steps with which the run begins. A continuation beyond
-            it has to give it.
+            ends; None for the --steps with which the run begins. A run that continues
+            beyond that step has to give it.
         beta1: decay of AdamW's first moment, the mean of the gradients.
         beta2: decay of AdamW's second moment, the mean of the squared gradients.
-        epsilon: term that is added to the root of the second moment in AdamW.
-        weight_decay: decoupled weight decay of AdamW; of matrices only, not of norms
+        epsilon: AdamW's epsilon, added to the root of the second moment.
+        weight_decay: decoupled weight decay of AdamW; applied to matrices, not to norms
             and biases.
         max_grad_norm: largest global norm of the gradient; a larger gradient is scaled
             down to it. 0 for no clipping.

@@ -33,7 +33,7 @@ MODELS = (
 )
 # Prefix of files on the hub.
 REMOTE = "hf://"
-# What the names of llama.cpp's models end with.
+# Suffix of llama.cpp's model files.
 GGUF = ".gguf"
 
 

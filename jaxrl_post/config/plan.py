@@ -17,25 +17,26 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlannedRollout:
-    """The samples of the planned step; the names are those of a run's --rollout.*.
+    """The samples of the planned step; named as a run's --rollout.* options.
 
     Attributes:
-        prompts_per_step: prompts of a step; 0 plans the train step alone, of one
-            microbatch, with a sampler elsewhere.
+        prompts_per_step: prompts of a step; 0 plans only the train step, with one
+            microbatch and a sampler on other devices.
         samples_per_prompt: samples of a prompt, which form its group.
         max_prompt_tokens: tokens of every prompt.
-        max_tokens: tokens of every completion. The prediction takes each to be so long.
+        max_tokens: tokens of every completion; the prediction assumes that each is this
+            long.
         mesh: mesh of the sampler, on the devices of --mesh; "" for the same mesh, on
             which the sampler uses the trainer's own arrays.
-        dtype: dtype of the sampler's parameters; None for that of --dtype.
+        dtype: dtype of the sampler's parameters; None for --dtype.
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
             at a time.
         cache_dtype: how the sampler holds keys and values, as in a run.
-        weights: how the sampler holds its matrices, as in a run. That they are
-            quantised once a step is not planned.
+        weights: how the sampler holds its matrices, as in a run. The plan leaves out
+            the time to quantise them once per step.
         num_slots: number of samples that decode at once; 0 for all of a step.
-        steps_per_call: tokens that each sample decodes between two looks of the host; 0
-            chooses.
+        steps_per_call: tokens that each sample decodes in a burst, before the host
+            looks at the results; 0 chooses.
     """
 
     prompts_per_step: Annotated[int, NOT_NEGATIVE] = 0
@@ -53,7 +54,7 @@ class PlannedRollout:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What to plan.
+    """Model, topology and layout of a planned training step.
 
     Attributes:
         model: a preset, such as llama-3.1-8b (`jaxrl_post.pretrained.presets`), a

@@ -10,7 +10,7 @@ __all__ = ["RewardModelConfig"]
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A trained reward model beside the environment's own reward.
+    """A trained reward model that adds to the environment's own reward.
 
     reward = environment_weight * the environment's + weight * the model's
 
@@ -19,13 +19,13 @@ class RewardModelConfig:
     Attributes:
         model: directory of a reward model or a process reward model, as launch.reward
             writes them, or ORG/NAME on the hub; None for none.
-        weight: factor of what the model says: a reward model's value of the whole
+        weight: factor of the model's output: a reward model's value of the whole
             answer, or a process reward model's probability that the steps are right.
-        environment_weight: factor of the environment's own reward; 0 leaves the model's
-            alone.
+        environment_weight: factor of the environment's own reward; 0 leaves only the
+            model's.
         separator: text at which an answer is cut into steps, for a process reward
             model.
-        steps: how a process reward model's probabilities of the steps become one value:
+        steps: reduction of a process reward model's step probabilities to one value:
             the smallest, the last, their product or their mean.
         batch_tokens: tokens, padding included, that are judged in one forward pass.
     """

@@ -14,23 +14,25 @@ from jaxrl_post.config.run import RunConfig
 
 __all__ = ["MismatchConfig", "RLConfig"]
 
-# Of top-p, min-p and constraints, which keep any number: 128 ids are 512 bytes per
-# sampled token.
+# Top-p, min-p and constraints keep any number of ids: 128 ids are 512 bytes per sampled
+# token.
 KEPT_IDS = 128
 
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """How far sampler and trainer may differ, on the same parameters.
+    """Bounds on the difference of sampler and trainer with the same parameters.
+
+    A watch rule is a bound on a metric with an action: warn or stop.
 
     Both bounds are for mismatch/token_mult_prob_error, the mean factor by which they
-    differ in the probability of a sampled token: 1 where they agree. Tokens of older
-    parameters do not count; a step that has no others is not compared, and has no such
-    metric.
+    differ in the probability of a sampled token: 1 where they agree. Tokens that older
+    parameters sampled do not count; a step with no other tokens is not compared and
+    lacks the metric.
 
     Attributes:
-        warn: print a warning above it.
-        stop: end the run above it, before the optimizer step.
+        warn: value above which a warning is printed.
+        stop: value above which the run ends, before the optimizer step.
     """
 
     warn: Annotated[float, COUNT] = 1.05
@@ -41,27 +43,29 @@ class MismatchConfig:
 class RLConfig(RunConfig):
     """Training of a policy on its own samples.
 
+    The trainer is the part that computes losses and updates the policy.
+
     Attributes:
         env: arithmetic, calculate, code, facts, functions, gsm8k, guess,
             instructions, jsonl, judged, lookup, mixture, nemo-gym, nim, openenv,
             text2sql, verifiers, world, reasoning-gym:<task>, or <module>:<factory>,
             with options as in arithmetic?level=2 or jsonl?grader=math.
-        tools: what the policy may call before it answers: python, shell (both run in
-            the sandbox), search?corpus=FILE, mcp?command=["..."],
+        tools: tools that the policy may call before it answers: python, shell (both run
+            in the sandbox), search?corpus=FILE, mcp?command=["..."],
             http?url=...&tools=FILE, or <module>:<name> of a function or of functions.
             Needs `rollout.max_turns`.
-        data: files of tasks, for environments that read some.
+        data: files of tasks, for environments that read files.
         log_samples: number of training completions logged at each evaluation.
         log_eval_samples: number of held-out completions logged at each evaluation.
         algorithm: what is optimised, and its hyperparameters.
         critic: value model of ppo.
         distill: how distillation compares student and teacher.
-        reward: reward model that judges beside the environment.
+        reward: reward model that judges in addition to the environment.
         rollout: how samples are drawn and judged.
-        exact: the sampler's log-probs equal the trainer's to the last bit, whatever the
-            batch, at the cost of speed: a run stops if any differs, and no pass for old
-            log-probs is needed. The sampler and the log-probs are XLA programs then,
-            whatever `kernels` says, which computes the gradients. Not for rotations
+        exact: the sampler's log-probs equal the trainer's to the last bit, for every
+            batch, at the cost of speed: a run stops if any differs, and needs no pass
+            for old log-probs. The sampler and the log-probs are then XLA programs;
+            `kernels` then applies only to the gradients. Refused for rotary embeddings
             that depend on a sequence's length.
         mismatch: how far sampler and trainer may differ.
     """
@@ -84,9 +88,9 @@ class RLConfig(RunConfig):
 
     @property
     def kept_ids(self) -> int:
-        """Ids of kept tokens that are recorded for a sampled one, at most; 0 for none.
+        """Largest number of kept ids that are recorded per sampled token; 0 for none.
 
-        Nothing is recorded of a token that was drawn from all.
+        Nothing is recorded for a token that was drawn from the whole vocabulary.
 
         >>> RLConfig(rollout=RolloutConfig(top_k=20)).kept_ids, RLConfig().kept_ids
         (20, 128)

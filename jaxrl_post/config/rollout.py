@@ -23,95 +23,103 @@ WeightsDtype = Literal["int8", "float8"]
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How samples are drawn and judged.
+    """Sampling and judging of a step's rollouts.
+
+    A rollout is the work on one prompt from its first sampled token until all of its
+    samples are judged. The buffer is the set of judged groups that wait for a step. To
+    publish a version is to give the sampler its parameters. To stage a version is to
+    move its parameters to the sampler's devices, layout and dtype before they are used.
 
     Attributes:
         mesh: mesh of the sampler, on the devices of --mesh; "" for the same mesh, on
             which the sampler uses the trainer's own arrays. On another mesh it has a
-            copy of the parameters, made anew for every step. Where --mesh has fsdp, a
+            copy of the parameters, made again for every step. Where --mesh has fsdp, a
             mesh of dp and tp decodes without gathering the weights for every token.
-        dtype: dtype of the sampler's parameters; None for that of --dtype.
+        dtype: dtype of the sampler's parameters; None for --dtype.
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
-            at a time; it bounds the temporary memory.
+            at a time; bounds the temporary memory.
         prompts_per_step: prompts, each with a group of samples, in the batch of a step.
         samples_per_prompt: samples of a prompt, which form its group.
-        max_prompt_tokens: most tokens of a prompt; 0 for those of the environment's
-            longest. Tasks with a longer prompt are left out, and counted.
+        max_prompt_tokens: most tokens of a prompt; 0 for the length of the
+            environment's longest. Tasks with a longer prompt are left out and counted.
         max_tokens: most tokens of a completion, the stop token included.
-        max_turns: most turns of the policy in an episode; an environment that would go
-            on is ended there. More than one needs `max_prompt_tokens`, which bounds the
+        max_turns: most turns of the policy in an episode; a longer episode is ended
+            there. More than one needs `max_prompt_tokens`, which bounds the
             conversation before the last turn.
-        max_result_tokens: most tokens of what a tool returned to the policy; a longer
-            result loses its middle, and says so.
-        partial: groups that may be unfinished when a step is taken. Then so many more
-            prompts are under way than a step needs, it takes the first groups that
-            finish, and the others go on under the next parameters. 0 waits for all.
-        recompute_cache: whether samples that go on under the next parameters compute
-            the keys and values of their tokens again. Without it they keep those of the
-            earlier parameters until an evaluation or a checkpoint: it saves a prefill
-            of each, but what is sampled then is no version's policy, and
+        max_result_tokens: most tokens of a tool's result; a longer one loses its
+            middle, and a note in it says so.
+        partial: groups that may be unfinished when a step starts training. So many more
+            prompts than a step needs are sampled at once; the step takes the first
+            groups that finish, and the next parameters continue the others. 0 waits for
+            all.
+        recompute_cache: with `partial`, computes the keys and values of unfinished
+            samples again under the new parameters. Without it they keep the old keys
+            and values until an evaluation or a checkpoint: this saves a prefill of
+            each, but the samples then follow no version's policy, and
             `algorithm.correction` has more to correct.
         temperature: sampling temperature, at least 1e-5. It is part of the policy that
             is trained; generation_config.json is not read.
-        top_k: sample from the k most probable tokens alone; 0 for all.
+        top_k: sample from the k most probable tokens; 0 for all.
         top_p: sample from the smallest set of most probable tokens with this
             probability in total; 1 for all.
         min_p: sample from the tokens with at least this share of the top token's
             probability; 0 for all.
-        stop_strings: texts of which any ends a completion, with the token that
-            completes it.
+        stop_strings: texts that end a completion; it ends with the token that completes
+            one of them.
         num_slots: number of samples that decode at once; 0 for all samples of a step,
-            with those of `partial`.
-        steps_per_call: tokens that each sample decodes between two looks of the host; 0
-            chooses.
+            `partial` groups included.
+        steps_per_call: tokens that each sample decodes in a burst, before the host
+            looks at the results; 0 chooses.
         cache_tokens: tokens, over all devices, whose keys and values the sampler holds;
-            samples wait while its cache is full. What the samples of a prompt share
-            counts once; what is left keeps earlier turns. 0 for what all slots need.
+            samples wait while its cache is full. Tokens that a prompt's samples share
+            count once; spare room keeps earlier turns. 0 for as many as all slots need.
         cache_dtype: how the sampler holds keys and values. int8, float8 (e4m3): a byte
             each, with a float32 scale per token and head; None for the dtype of its
             parameters. It changes what is sampled a little, so sampler and trainer
             differ by more: keep an `algorithm.correction`, as by default.
         weights: how the sampler holds the matrices of attention, MLPs and experts.
             int8, float8 (e4m3): a byte each, with a float32 scale per output, made from
-            the trainer's parameters once a step; None for these themselves. With an
-            adapter its base is held so. It changes what is sampled, as `cache_dtype`.
+            the trainer's parameters once per step; None for the trainer's own matrices.
+            With an adapter this applies to its base. It changes what is sampled, as
+            `cache_dtype` does.
         guesses: tokens that the sampler guesses for each sample in a forward pass, from
             what followed the same tokens earlier in the sample or its prompt, or by
-            `draft`; 0 for none. Right guesses save passes, and samples stay as they
-            are. It pauses where guesses are seldom right.
-        guess_rows: most rows of a forward pass with guesses: samples that decode, times
-            1 + `guesses`.
-        draft: Hugging Face directory of a smaller model with the same tokens, which
-            guesses, or ORG/NAME on the hub (ORG/NAME@REVISION for a revision). It is
+            `draft`; 0 for none. Right guesses save passes; the samples do not change.
+            Guessing pauses where guesses are seldom right.
+        guess_rows: most rows of a forward pass with guesses: decoding samples times 1 +
+            `guesses`.
+        draft: smaller model with the same tokens that makes the guesses: a Hugging Face
+            directory, or ORG/NAME on the hub (ORG/NAME@REVISION for a revision). It is
             not trained.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
-            differ (DAPO), or of which a turn's do, where turns are credited, or a part
-            that counts, of gdpo; groups beyond that wait for the next step.
-        truncated: reward of an answer that was cut at `max_tokens`. zero: 0, whatever
-            stands in it; reward: what the environment says; mask: it is not trained on,
-            but its group is still compared with it (DAPO's overlong filter).
+            differ (DAPO); with turn credit, rewards of a turn that differ; with gdpo, a
+            weighted part that differs. Further groups wait for the next step.
+        truncated: reward of an answer that was cut at `max_tokens`. zero: 0; reward:
+            the environment's reward; mask: it is not trained on, but still counts in
+            its group's baseline (DAPO's overlong filter).
         overlong_buffer: tokens before `max_tokens` over which a completion's reward
-            falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty. Of
+            falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty. With
             several turns the longest one counts, since `max_tokens` is of a turn.
-        overlong_penalty: reward that a completion of `max_tokens` tokens loses.
+        overlong_penalty: penalty at `max_tokens` tokens, subtracted from the reward.
         max_draws: with dynamic sampling, most prompts drawn for a step, as a multiple
-            of `prompts_per_step`; after that the step takes the groups that it has.
-        judges: where answers are judged. local: in processes of this machine; ray: on
-            the Ray cluster that is there, or else one on this machine; ray:HOST:PORT:
-            on the nodes of that cluster; ray:local: always on one of this machine.
+            of `prompts_per_step`; then the step takes the groups that it has.
+        judges: where answers are judged. local: in processes on this machine; ray: on
+            the Ray cluster that is running, else on one started on this machine;
+            ray:HOST:PORT: on the nodes of that cluster; ray:local: always on one
+            started on this machine.
         reward_workers: number of processes that judge answers.
         reward_cpus: with judges on a Ray cluster, CPUs reserved for each process.
-        serve: address at which agents reach the sampler, for an environment of agents
-            (`envs.AgentEnvironment`); with port 0 a free one.
-        reward_deadline_s: most seconds for one judgement; of an environment of agents
-            for one episode.
-        reward_memory_gib: most GiB of address space of a process that judges; a step
+        serve: address at which agents reach the sampler, for an environment with agents
+            (`envs.AgentEnvironment`); port 0 takes a free one.
+        reward_deadline_s: most seconds for one judgement, or with agents for one
+            episode.
+        reward_memory_gib: most GiB of address space of a judging process; a judgement
             that needs more fails. None for no limit.
-        reward_grace_s: with `partial`, seconds for which decoding waits for the next of
-            the judgements of the turns that have just ended. While each comes within it
-            a run can be repeated to the last bit; a slower one is not waited for again.
-        max_failed_share: share of a step's rollouts that may fail; the run stops if
-            more do.
+        reward_grace_s: with `partial`, seconds for which decoding waits for each
+            judgement of the turns that have just ended. While each comes in time a run
+            can be repeated to the last bit; a slower one is not waited for again.
+        max_failed_share: share of a step's rollouts that may fail; if more fail, the
+            run stops.
         deadline_s: most seconds for all rollouts of a step.
     """
 
@@ -165,7 +173,7 @@ class RolloutConfig:
 
 
 def check_judges(judges: str, reward_cpus: float, section: str) -> None:
-    """Refuses judges that are nowhere, and CPUs that nobody reserves.
+    """Refuses an unknown place for judges, and CPUs that only Ray could reserve.
 
     Args:
         judges: the option of this name, as `check_hosts` has it.

@@ -35,28 +35,30 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """How a batch becomes optimizer steps.
+    """Options for turning a batch into optimizer steps.
+
+    A step of a run is one batch, sampled or read, and the training on it. An update is
+    one optimizer step, on one minibatch; a step takes minibatches * epochs updates.
 
     Attributes:
         minibatches: parts of a batch; each serves one optimizer step of a pass.
         epochs: passes over a batch, so that a step of the run takes minibatches *
             epochs optimizer steps.
-        trees: pack and train once what sequences have in common: the prompt of a
-            group's samples, the question of a pair, the turns before an agent's
-            branches. Without, each sequence is whole.
+        trees: pack and train shared prefixes once: the prompt of a group's samples, the
+            question of a pair, the turns before an agent's branches. Without it, each
+            sequence is packed whole.
         microbatch_tokens: most tokens, padding included, of one forward and backward
             pass; gradients of the microbatches are summed. Fewer need less memory. A
-            device's share is one packed row, which is as short as the batch allows, and
-            longer where a sequence is.
-        remat: what a layer keeps of the forward pass for the backward pass, which
-            computes the rest again: "none", all that it needs; "dots", results of
-            matrix products; "full", nothing, which needs the least memory.
-        scan_layers: compile layers that repeat once, as a loop: deep models compile in
-            a fraction of the time and memory, but each forward pass copies them.
-        router_balance: weight in the loss of the load-balancing loss of a mixture of
-            experts; 0 for none.
-        router_z: weight in the loss of the z-loss of a mixture of experts' routers; 0
-            for none.
+            device's share is one packed row, as short as the batch allows; a longer
+            sequence makes it longer.
+        remat: rematerialisation: what a layer keeps of the forward pass for the
+            backward pass, which computes the rest again. "none" keeps all; "dots",
+            results of matrix products; "full", nothing, which needs the least memory.
+        scan_layers: compile repeated layers once, as a loop: deep models compile in a
+            fraction of the time and memory, but each forward pass copies the layers.
+        router_balance: weight of the load-balancing loss of a mixture of experts; 0 for
+            none.
+        router_z: weight of the z-loss of a mixture of experts' routers; 0 for none.
     """
 
     minibatches: Annotated[int, COUNT] = 1
@@ -71,16 +73,15 @@ class UpdateConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What is measured on held-out tasks, demonstrations or pairs.
+    """Options of evaluations on held-out tasks, demonstrations or pairs.
 
     Sampling programs answer each task once, greedily.
 
     Attributes:
-        every: steps of the run between evaluations; 0 for the first and last step
-            alone.
+        every: steps of the run between evaluations; 0 for only the first and last step.
         num_tasks: number of held-out tasks, demonstrations or pairs that are evaluated.
         solved_reward: an answer with at least this reward solves its task; accuracy is
-            the share of those, eval/reward the mean reward.
+            the share of solved tasks, eval/reward the mean reward.
     """
 
     every: Annotated[int, NOT_NEGATIVE] = 25
@@ -94,7 +95,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and how many are kept.
+    """Options for saving checkpoints, and how many are kept.
 
     Attributes:
         every: steps of the run between checkpoints; the last step is always saved.
@@ -128,12 +129,12 @@ class WarmStartConfig:
 class ProcessesConfig:
     """The processes of a run, which execute the same command, one or more per host.
 
-    Slurm, Open MPI, Cloud TPU and GKE tell all of this by themselves.
+    Under Slurm, Open MPI, Cloud TPU and GKE all of them are found automatically.
 
     Attributes:
         coordinator: HOST:PORT at which process 0 listens.
         count: number of processes.
-        index: of this process, from 0.
+        index: index of this process, from 0.
         deadline_s: seconds in which all processes must have been started.
     """
 
@@ -151,7 +152,7 @@ class RunConfig:
         run_dir: directory of the run: configuration, logs, checkpoints, model and
             report; None for a directory under runs/ that is named after algorithm,
             environment and model.
-        resume: go on from the newest checkpoint in `run_dir`, if there is one.
+        resume: continue from the newest checkpoint in `run_dir`, if there is one.
         seed: seed of the initial weights, the order of the data and the sampling noise.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
@@ -170,14 +171,14 @@ class RunConfig:
         eval: when and on what the model is evaluated.
         checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.
-        lora: an adapter to train in place of the model.
-        template: what the chat template reads beside the conversation.
+        lora: adapter to train instead of the whole model.
+        template: variables and date for the chat template.
         kernels: what computes attention and the trainer's log-probs: "auto", the Pallas
             kernels on TPUs and Hopper GPUs where they take the dtype and the sizes, and
             XLA programs elsewhere; "xla", XLA programs; "pallas_tpu" and "pallas_gpu",
             the kernels for TPUs and for Hopper GPUs, or an error.
-        log: trackers that get the metrics, beside metrics.jsonl: tensorboard, wandb,
-            trackio.
+        log: trackers that get the metrics, in addition to metrics.jsonl: tensorboard,
+            wandb, trackio.
         log_project: project in wandb and trackio; None for their default.
         processes: the processes of the run, if there are several.
     """
@@ -209,12 +210,12 @@ class RunConfig:
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """The options that a resumed run must not change, but does.
+    """Lists the options that a resumed run changes and must not.
 
     `FREE` options may differ. The end of a learning-rate schedule stays the same unless
-    it is given anew (config/horizon.py). A run of an earlier version had the default of
-    an option that its config.json does not name; an option that is gone since then must
-    have been off.
+    it is given again (config/horizon.py). An option that the config.json of an earlier
+    version lacks counts as its default; an option that no longer exists must have been
+    off.
 
     Args:
         saved: the configuration of the run, as config.json holds it.
@@ -240,7 +241,7 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by their whole names; tuples as lists, as JSON holds them.
+    """Flattens nested options to their whole names; tuples become lists, as in JSON.
 
     >>> flattened({"seed": 0, "update": {"epochs": 2}})
     {'seed': 0, 'update.epochs': 2}

@@ -1,4 +1,4 @@
-"""The options of the programs that only sample for others: the server, the chat."""
+"""The options of the programs that serve a model: the server and the chat."""
 
 import ipaddress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ __all__ = ["ChatConfig", "ServeConfig", "check_chat", "check_server"]
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What to serve, where, and for how many.
+    """The model, address and limits of a server.
 
     Attributes:
         model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
@@ -34,35 +34,36 @@ class ServeConfig:
         base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
-        template: what the chat template reads beside the conversation, where a request
-            does not say otherwise (chat_template_kwargs). For the model of a run,
-            variables that are not given are those of the run.
-        name: what clients call the model; None for the directory's name, or `model` as
-            it is.
-        host: address to listen on; another than this machine's own loopback needs
+        template: variables and date for the chat template, unless a request gives
+            others (chat_template_kwargs). For a run's model, variables that are not
+            given are taken from the run.
+        name: name of the model in requests; None for the directory's name, or `model`
+            as it is.
+        host: address to listen on; an address outside this machine's loopback needs
             `api_key_file`.
-        port: to listen on; 0 for a free one.
+        port: port to listen on; 0 for a free one.
         api_key_file: file with the key that clients must send; None asks for none.
-        sampling_defaults: for the sampling parameters that a request leaves out.
-            "neutral": temperature 1, no cuts; "model": those of the checkpoint's
+        sampling_defaults: values of sampling parameters that a request leaves out.
+            "neutral": temperature 1, no cuts; "model": the values of the checkpoint's
             generation_config.json.
         max_model_len: most tokens of a prompt and its completion together; 0 for the
             model's context, or for what the cache holds if that is less.
-        max_tokens: of a completion whose request does not say how many, at most; 0 for
+        max_tokens: most tokens of a completion if its request gives no limit; 0 for
             half of `max_model_len`, at most 1024. A sample starts when the cache has
-            room for all that it may become, so more lets fewer samples run at once.
+            room for its longest completion, so a larger value lets fewer samples run at
+            once.
         cache_tokens: tokens, over all devices, whose keys and values the sampler holds;
             0 for 2048 for each slot, or for the model's context if that is less.
         num_slots: number of samples that decode at once.
         max_samples: most samples that wait or run; further requests are answered with
             429.
         max_episodes: most episodes of agents that are kept, open or ended; a further
-            one takes the place of the oldest that has ended.
+            one replaces the oldest that has ended.
         episode_deadline_s: seconds after which an episode ends by itself.
         max_body_mib: most MiB of a request's body.
         timeout_s: most seconds for an answer, its time in the queue included.
-        grace_s: after SIGTERM or Ctrl-C, most seconds for the answers under way.
-        seed: of a preset's weights, and of the noise of requests that give a seed.
+        grace_s: after SIGTERM or Ctrl-C, most seconds to finish running answers.
+        seed: seed of a preset's weights, and of the noise of requests that give a seed.
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
@@ -114,8 +115,8 @@ def check_server(config: ServeConfig) -> None:
         raise ConfigError(f"--api-key-file: there is no file {key}")
     if key is None and not _is_loopback(config.host):
         raise ConfigError(
-            f"--host: {config.host} can be reached from other machines, where anybody "
-            "could use the model; give --api-key-file, or listen on 127.0.0.1"
+            f"--host: {config.host} can be reached from other machines, where any "
+            "client could use the model; give --api-key-file, or listen on 127.0.0.1"
         )
 
 
@@ -130,7 +131,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Which model to talk to, and how it answers.
+    """The model to talk to, its tools and its sampling.
 
     Attributes:
         model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
@@ -141,15 +142,15 @@ class ChatConfig:
             the model under an adapter; None for the one that the run or adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
-        template: what the chat template reads beside the conversation; for the model
-            of a run, variables that are not given are those of the run.
+        template: variables and date for the chat template; for a run's model, variables
+            that are not given are taken from the run.
         system: a system message before the first one.
         tools: what the model may call, as in training: python, shell,
             search?corpus=FILE, mcp?command=["..."], http?url=...&tools=FILE, or
             <module>:<name>.
         max_turns: most answers in a row that call tools, with the last one.
-        max_result_tokens: most tokens of what a tool returned to the model; a longer
-            result loses its middle, and says so.
+        max_result_tokens: most tokens of a tool's result; a longer one loses its
+            middle, and a note in it says so.
         temperature: sampling temperature; 0 is greedy.
         top_k: sample from the k most probable tokens alone; 0 for all.
         top_p: sample from the smallest set of most probable tokens with this
@@ -158,7 +159,7 @@ class ChatConfig:
             probability; 0 for all.
         max_tokens: most tokens of an answer; 0 for half of the model's context, at most
             1024.
-        seed: of the sampling noise, and of a preset's weights.
+        seed: seed of the sampling noise, and of a preset's weights.
         mesh: how many devices each axis of the mesh has, such as "tp8" (axes: dp, fsdp,
             ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.

@@ -1,7 +1,7 @@
-"""The tokens between a served answer and the next one, without rendering what was said.
+"""The tokens between a served answer and the next, without rendering served turns.
 
-A chat template may write an earlier answer otherwise than the model did: other spaces
-in a tool call, no reasoning in earlier turns. A prompt that was rendered anew would
+A chat template may write an earlier answer differently than the model did: other spaces
+in a tool call, no reasoning in earlier turns. A prompt that is rendered again would
 then not begin with the tokens that were served, and to train on these would be to train
 on another prompt. So the served tokens stay, and only what follows them is rendered.
 """

@@ -1,9 +1,9 @@
-"""How a chat template takes tool calls: with arguments as an object, or as JSON text.
+"""Forms of tool calls for chat templates: arguments as an object, or as JSON text.
 
-Most templates write an object themselves, in the family's own way. Some concatenate
-the arguments, as those of DeepSeek do, and so need JSON text; some tell a message that
-only calls by a content that is None, and others would write "None". Which of these a
-template is, a trial shows.
+Most templates write an object themselves, in the family's own way. Some concatenate the
+arguments, as DeepSeek's do, and so need JSON text; some recognise a message that only
+calls by a content of None, and others would write "None". A trial shows which kind a
+template is.
 """
 
 import json
@@ -16,7 +16,7 @@ from jaxrl_post.data.tokenizer_files import TokenizerError
 
 __all__ = ["calls_of", "taken_by"]
 
-# Of a trial's call; letters, which no escape changes.
+# Name, key and value of a trial's call; letters, which no escape changes.
 NAME, KEY, VALUE = "qzname", "qzkey", "qzvalue"
 OBJECT = {KEY: VALUE}
 TOOL = {
@@ -30,7 +30,7 @@ TOOL = {
 
 
 class _Form(NamedTuple):
-    """What a template is given of a message that calls.
+    """Form in which a template takes a message that calls.
 
     Attributes:
         text: whether arguments are JSON text instead of an object.
@@ -85,7 +85,7 @@ def _call(call: Any, strict: bool) -> dict[str, Any]:
 
 
 def _object(arguments: Any) -> Any:
-    """The object of which arguments are the text; else the arguments."""
+    """Parses arguments that are JSON text; returns others as they are."""
     value = {} if arguments is None else arguments
     while isinstance(value, str):
         try:
@@ -146,7 +146,7 @@ def _form(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Form:
                     if (found := _trial(source, special_tokens, form, tools, system))
                 }
                 if written:
-                    # An empty content may be an empty turn more, which None is not.
+                    # An empty content may become a further, empty turn; None does not.
                     return written[min(written, key=len)]
     return _Form(False, "")
 
@@ -181,7 +181,7 @@ def _trial(
         text = templates.run(source, variables).text
     except TokenizerError:
         return None
-    # An object that Python wrote, or a text that was written as a text of JSON.
+    # The call was written as a Python object, or its JSON text was escaped as a text.
     spoilt = [str(OBJECT), f'\\"{KEY}', *(["None"] if form.empty is None else [])]
     if VALUE not in text or any(each in text for each in spoilt):
         return None

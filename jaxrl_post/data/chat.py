@@ -76,8 +76,8 @@ class Options:
             top of the tokenizer's.
         template: name of the template, if the tokenizer has several; None for
             "tool_use" if it exists and there are tools, else for "default".
-        now: the time that the template sees; None for that of the tokenizer, or else
-            the current time, with which some templates' tokens change from day to day.
+        now: the time that the template sees; None for the tokenizer's, or else the
+            current time, with which some templates' tokens change from day to day.
         adapt: gives calls in the form that the template takes, with arguments as an
             object or as JSON text; otherwise as they are, as transformers does.
     """
@@ -171,7 +171,7 @@ def _open_end(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     Some tokenizers put one behind every text; an answer cannot follow it.
     """
     ids, stops = tokenizer.encode(text, special=True), tokenizer.stop_ids
-    # Of an empty text, what stands before it and behind it look alike.
+    # In an empty text, prefix and suffix tokens cannot be told apart.
     if not text or ids[-1] not in stops:
         return ids
     _, begins = tokenizer.encode_with_begins(text, special=True)
@@ -243,7 +243,7 @@ def render_reply(
     model stops. If its first token is `stop_id`, it was sampled and is not repeated. If
     the turn was cut or stopped with another token, the first token was not sampled and
     is added as context. Another sampled stop token stays in the episode; apart from it,
-    the tokens equal those of the template.
+    the tokens equal the template's.
 
     Args:
         tokenizer: with or without a chat template.

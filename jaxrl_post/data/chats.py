@@ -24,7 +24,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; the assistant's turns are learned.
+    """A conversation; the assistant's turns are trained on.
 
     Args:
         messages: each with "role" and "content", as a chat template reads them.
@@ -42,7 +42,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """A plain text; every token is learned.
+    """A plain text; every token is trained on.
 
     Args:
         text: the text, not empty.

@@ -51,7 +51,7 @@ class Codec:
         Args:
             before: the conversation, the assistant's turn last.
             messages: the new messages.
-            tools: those of the task.
+            tools: the task's tools.
             stop_id: the stop token that was sampled; None if the turn has none.
 
         Raises:
@@ -85,6 +85,6 @@ class Codec:
         Args:
             prompt: token ids before the answer; the last few are enough.
             said: token ids of the answer, without a stop token that ended it.
-            tools: those of the task.
+            tools: the task's tools.
         """
         return calls.read(self.tokenizer, prompt, said, tools)

@@ -63,7 +63,7 @@ class GenerationDefaults:
 
 
 def not_done(unsupported: Mapping[str, Any]) -> str:
-    """What to tell of `GenerationDefaults.unsupported`; "" if there is nothing.
+    """Warns of `GenerationDefaults.unsupported`; "" if there is nothing to warn of.
 
     >>> print(not_done({"repetition_penalty": 1.05})[:60])
     not done: generation_config.json asks for repetition_penalty

@@ -1,8 +1,9 @@
 """Builds the tokenizer of a GGUF file from its metadata.
 
 A file has the vocabulary, the merges and the kinds of the tokens of a byte-level BPE.
-How a text is split into words, it only names (`tokenizer.ggml.pre`). The expressions
-here are those of the tokenizer.json of the models that llama.cpp took the names from.
+It only names the way in which a text is split into words (`tokenizer.ggml.pre`). The
+expressions here come from the tokenizer.json of the models from which llama.cpp took
+the names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,8 @@ TEMPLATE = "tokenizer.chat_template"
 # Kinds of tokens in `tokenizer.ggml.token_type`.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
-# What texts are split into, by the names in GGUF files. With `%s` for the digits that
-# are one word; None for GPT-2's expression, which the library has.
+# Expressions that split texts into words, by the names in GGUF files. With `%s` for the
+# digits that are one word; None for GPT-2's expression, which the library has.
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,7 +49,7 @@ WORDS = {
     "starcoder": GPT2,
     "refact": GPT2,
 }
-# Those of GPT-2's kind that make each digit a word first.
+# Names of GPT-2's kind that first make each digit a word.
 SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 
 # Flags that must be false: they are of other kinds of tokenizers.
@@ -125,7 +126,7 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def generation_settings(metadata: Metadata) -> dict[str, Any]:
-    """The content of generation_config.json that a GGUF file's metadata amounts to.
+    """Converts a GGUF file's metadata to the content of generation_config.json.
 
     Args:
         metadata: the file's keys and values.

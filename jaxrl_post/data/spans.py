@@ -93,9 +93,9 @@ def closed(shorter: str, longer: str, stops: Sequence[str]) -> str | None:
 def joined(
     whole: str, turns: Sequence[tuple[str, str]], stops: Sequence[str]
 ) -> list[Part]:
-    """Joins the turns of the assistant to texts, in which each stands as it is sampled.
+    """Joins the assistant's turns to texts, in which each turn is as it was sampled.
 
-    A turn goes on in the text before it if its prompt begins with that text. Where a
+    A turn continues the text before it if its prompt begins with that text. Where a
     template writes earlier turns differently once later ones follow, such as without
     their reasoning, the prompt does not, and the turn begins a text of its own.
 

@@ -27,8 +27,8 @@ __all__ = ["TextError", "Tokenizer", "TokenizerError"]
 PAD, EOS = "<|pad|>", "<|eos|>"
 # `BpeTrainer` gives special tokens the first ids, in this order.
 SPECIAL = [PAD, EOS]
-# Characters, or tokens, from which on the library works on a batch of one: that gives
-# other threads their turn meanwhile, such as a server's event loop.
+# From this many characters or tokens on, the library gets a batch of one: meanwhile
+# other threads run, such as a server's event loop.
 LONG = 2**14
 
 
@@ -79,13 +79,13 @@ class Tokenizer:
         """Reads tokenizer.json and, if present, the other files of the tokenizer.
 
         As in transformers 5, the post-processor adds tokens around a text (BOS), and
-        add_bos_token of tokenizer_config.json is ignored; named special tokens are
-        matched whole, and so are those of added_tokens_decoder; truncation and padding
-        of tokenizer.json are disabled. Special tokens that are missing in the
-        vocabulary are not added to it, unless the next id is listed for them.
+        add_bos_token of tokenizer_config.json is ignored; named special tokens and the
+        tokens of added_tokens_decoder are matched whole; truncation and padding of
+        tokenizer.json are disabled. Special tokens that are missing in the vocabulary
+        are not added to it, unless the next id is listed for them.
 
-        The stop ids are those of generation_config.json and config.json, the eos_token
-        of tokenizer_config.json, and the token that ends a turn of the chat template.
+        The stop ids come from generation_config.json and config.json, the eos_token of
+        tokenizer_config.json, and the token that ends a turn of the chat template.
 
         Raises:
             TokenizerError: a missing or unreadable file, or no end-of-sequence token.
@@ -253,7 +253,7 @@ class Tokenizer:
         variables: Mapping[str, Any] = MappingProxyType({}),
         now: datetime.datetime | None = None,
     ) -> "Tokenizer":
-        """This tokenizer, with what its chat templates read beside a conversation.
+        """This tokenizer, with variables and a time for its chat templates.
 
         `chat.Options` of a rendering go before both. The files that `save` writes stay
         as they are.
@@ -276,7 +276,7 @@ class Tokenizer:
             self._check_read(variables)
         given = copy.copy(self)
         given.variables, given.now = dict(variables), now
-        # They follow from renderings.
+        # These are computed from renderings.
         for name in ("stop_ids", "turn_end"):
             vars(given).pop(name, None)
         return given
@@ -345,7 +345,7 @@ class Tokenizer:
         ids = self._known(found.ids)
         if backend is self._with_offsets:
             return ids, begins
-        # Words after a token that is matched whole get their space again.
+        # Restores the space of words after a token that is matched whole.
         end = next((i for i, id_ in enumerate(ids) if id_ in self.added_tokens), None)
         if end is None:
             return ids, begins

@@ -1,4 +1,4 @@
-"""Tools of a conversation as tokens: answers that call them, and what they return."""
+"""Tools of a conversation as tokens: answers that call them, and their results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ _TOOL: Mapping[str, Any] = {
 
 
 def no_tools(tokenizer: Tokenizer) -> str | None:
-    """Why a model cannot be given tools; None if it can.
+    """Says why a model cannot be given tools; None if it can.
 
     >>> no_tools(Tokenizer.train(["1"]))
     'the tokenizer has no chat template'
@@ -44,7 +44,7 @@ def no_tools(tokenizer: Tokenizer) -> str | None:
 
 
 def form_of(tokenizer: Tokenizer) -> Format:
-    """How the model writes reasoning and tool calls."""
+    """The format in which the model writes reasoning and tool calls."""
     found = tokenizer.chat_templates
     first = next(iter(found.values()), None)
     return format_of(found.get("tool_use") or found.get("default") or first)
@@ -86,7 +86,7 @@ def thinks(
 
 
 def _begins_turn(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a token is one of those of which a template makes the heads of turns."""
+    """Whether a token may begin a turn's head in a chat template."""
     added = tokenizer.added_tokens.get(token)
     if added is None or not added.content.strip():
         return False
@@ -119,7 +119,7 @@ def read(
         tokenizer: the model's.
         prompt: token ids before the answer; the last few are enough.
         said: token ids of the answer, without a stop token that ended it.
-        tools: those of the conversation, whose schemas give arguments their types.
+        tools: the conversation's tools; their schemas give arguments their types.
 
     >>> read(Tokenizer.train(["42"]), (), Tokenizer.train(["42"]).encode("42")).content
     '42'
@@ -136,12 +136,12 @@ def read(
 def shortened(
     tokenizer: Tokenizer, messages: Sequence[Message], most: int
 ) -> tuple[Message, ...]:
-    """Cuts what tools returned to a number of tokens, out of the middle.
+    """Cuts tool results to a number of tokens, by removing their middle.
 
     Args:
         tokenizer: the model's.
-        messages: of any role; only those of tools are cut.
-        most: tokens of a message's content, without those of the mark in the cut.
+        messages: of any role; only tools' messages are cut.
+        most: tokens of a message's content, without the mark in the cut.
 
     >>> tokenizer = Tokenizer.train(["7"])
     >>> result = Message("tool", "0123456789", tool_call_id="1")

@@ -1,5 +1,9 @@
 """The interface of environments: tasks, turns and rewards.
 
+An episode is one sample with all of its turns. A turn is one answer of the policy, with
+the messages that the environment replies. A judge is a process that runs the
+environment's side of turns and returns rewards.
+
 An environment handles messages, never token ids, and does not use jax. It runs in a
 worker process of `jaxrl_post.envs.workers.pool`, which enforces the deadline. It
 answers a turn with a pure function of the whole conversation (`StatelessEnvironment`),
@@ -77,6 +81,9 @@ class Answer(Message):
 @dataclass(frozen=True)
 class Task:
     """One problem that the policy is asked to solve.
+
+    A prompt is the text that the sampler continues: the rendered messages of a task, or
+    in later turns of the conversation so far.
 
     Args:
         id: index of the task within its split, in [0, 2**32); seeds the sampling.
@@ -193,7 +200,7 @@ class Session(Protocol):
 
 @runtime_checkable
 class Repeats(Session, Protocol):
-    """A session that wants to know how a turn was answered when it takes it again.
+    """A session that is told the earlier answer when it takes a turn again.
 
     So what depended on the clock, such as an answer that did not come in time, can stay
     as it was.
@@ -236,7 +243,7 @@ class AgentEnvironment(Environment, Protocol):
         Args:
             task: the problem.
             base_url: of the episode, such as "http://127.0.0.1:8000/episodes/3-0/v1",
-                for one agent; POST .../reward beside /v1 credits single turns.
+                for one agent; POST .../reward in place of .../v1 credits single turns.
                 `player_url` has one for each of several players.
 
         Returns:
@@ -262,7 +269,7 @@ class NeedsPreparation(Protocol):
 
 @runtime_checkable
 class NeedsTrial(Protocol):
-    """An environment that may have functions of a user, which are tried at the start.
+    """An environment that may contain a user's functions, which are tried at the start.
 
     So a function that returns no number stops the run before it begins
     (`envs.workers.trial`).
@@ -333,8 +340,8 @@ def require_player(name: object) -> None:
 def player_url(base_url: str, name: str) -> str:
     """The base URL of one player of an agent's episode.
 
-    What is served under it is recorded as this player's: conversations continue those
-    of the same player alone, and rewards are compared with the same player's.
+    What is served under it is recorded as this player's: conversations continue only
+    the same player's, and rewards are compared with the same player's.
 
     Args:
         base_url: of the episode, as `AgentEnvironment.run` gets it; ends with /v1.
@@ -350,8 +357,7 @@ def player_url(base_url: str, name: str) -> str:
     episode, found, rest = base_url.rstrip("/").rpartition("/v1")
     if not found or rest or "/players/" in episode:
         raise ValueError(
-            "base_url must be that of an episode, and end with /v1; got "
-            f"{base_url!r:.200}"
+            f"base_url must be an episode's, and end with /v1; got {base_url!r:.200}"
         )
     return f"{episode}/players/{name}/v1"
 

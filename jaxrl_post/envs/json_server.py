@@ -38,7 +38,7 @@ class Reply(NamedTuple):
 
 
 class JsonServer:
-    """A server that is sent JSON; what it sets as cookies is sent back.
+    """Sends JSON to a server, and sends back the cookies that it sets.
 
     Args:
         url: of the server, with http or https.
@@ -143,10 +143,10 @@ class JsonServer:
 
 
 class _Until(io.RawIOBase):
-    """What a socket sends, up to an instant.
+    """Reads a socket until a deadline.
 
-    The timeout of a socket is that of each read, so headers that come byte by byte
-    could take any time.
+    A socket's timeout applies to each read, so headers that come byte by byte could
+    take any time.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class _Stay(urllib.request.HTTPRedirectHandler):
     """Follows no redirection: it would turn a POST into a GET, and carry keys along."""
 
     def redirect_request(self, *_: Any) -> None:
-        """None: the answer stays that of the first server."""
+        """Follows no redirect: the first server's answer counts."""
 
 
 def require_http(url: str) -> None:
-    """Refuses a URL that is none of HTTP.
+    """Refuses a URL whose scheme is not HTTP or HTTPS.
 
     Raises:
         ValueError: the URL is something else.

@@ -1,4 +1,4 @@
-"""Takes what somebody's code returned for a number, of whatever library it is."""
+"""Converts a user's return value to a number, from any numeric library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["NumberError", "real_number", "shown"]
 
 
 class NumberError(ValueError):
-    """A reward or a metric is no finite real number."""
+    """A reward or a metric that is not a finite real number."""
 
 
 def real_number(name: str, value: object) -> float:
@@ -33,7 +33,7 @@ def real_number(name: str, value: object) -> float:
     (NoneType)
     """
     number = value
-    # NumPy's bool and arrays without axes, of NumPy, JAX or PyTorch, are no Real.
+    # NumPy's bool, and arrays without axes of NumPy, JAX or PyTorch, are not `Real`.
     if getattr(value, "shape", None) == () and callable(
         item := getattr(value, "item", None)
     ):

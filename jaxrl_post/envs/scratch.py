@@ -1,4 +1,4 @@
-"""Where this process makes directories that shall go when it does.
+"""Folder for directories of this process, which are removed when it ends.
 
 A worker process is given a place for them by the process that started it, which removes
 what is left there after the worker was killed.

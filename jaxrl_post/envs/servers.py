@@ -1,4 +1,4 @@
-"""Servers of other programs: what becomes of a request that gets no answer."""
+"""Requests to other programs' servers: retries, and errors if there is no answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Retries:
     >>> tries = iter([False, True])
     >>> def attempt(until):
     ...     if not next(tries):
-    ...         raise UnreachableError("nobody listens")
+    ...         raise UnreachableError("connection refused")
     ...     return "here"
     >>> retries = Retries(5.0)
     >>> retries(attempt), retries.lost > 0
@@ -95,7 +95,7 @@ class Retries:
             except SlowServerError as error:
                 if number == 1:
                     raise
-                # What was left of the time was no fair chance to answer.
+                # The rest of the time was too short for a fair chance to answer.
                 raise self._failure([*causes, str(error)]) from error
             else:
                 return found

@@ -17,7 +17,7 @@ _CHUNK, _READS = 1 << 16, 64
 
 
 class Watch:
-    """A connection on which nothing is said; it breaks when the server ends.
+    """An idle connection that breaks when the server ends.
 
     While it is open, the process that accepted it lives. A server may also close it
     because it is idle, so the contrary does not follow.
@@ -44,8 +44,8 @@ class Watch:
     def open(self) -> bool:
         """Whether the connection is open still."""
         try:
-            # What a server says unasked does not matter, such as that it is tired of
-            # waiting; the end comes after that, and is read as nothing.
+            # Unasked messages of a server do not matter, such as one that it stops
+            # waiting; the end comes after them, and is read as nothing.
             return all(self._socket.recv(_CHUNK) for _ in range(_READS))
         except BlockingIOError:
             return True

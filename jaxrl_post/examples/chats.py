@@ -32,8 +32,8 @@ class Chats:
     Attributes:
         train: training examples.
         eval: held-out examples; may be empty.
-        on_unwritten: what to do about examples of which the chat template leaves
-            something out, as for `examples.tasks.dropped`.
+        on_unwritten: what to do about examples if the chat template leaves out a part
+            of them, as for `examples.tasks.dropped`.
         checked: whether it has been done.
     """
 
@@ -80,7 +80,7 @@ class Chats:
     def unwritten(
         self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
     ) -> tuple[str, ...]:
-        """What the chat template leaves out of a conversation."""
+        """Lists the parts of a conversation that the chat template leaves out."""
         return _unwritten(tokenizer, self._of(split)[index], texts)
 
     def encode(

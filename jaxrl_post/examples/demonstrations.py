@@ -26,8 +26,8 @@ class Demonstrations:
     Attributes:
         environment: provides tasks and demonstrations; its tasks are read once.
         max_tokens: maximum tokens of prompt plus demonstration.
-        on_unwritten: what to do about those of which the chat template leaves something
-            out, as for `examples.tasks.dropped`.
+        on_unwritten: what to do about demonstrations if the chat template leaves out a
+            part of them, as for `examples.tasks.dropped`.
     """
 
     environment: Environment
@@ -85,7 +85,7 @@ class Demonstrations:
     def unwritten(
         self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
     ) -> tuple[str, ...]:
-        """What the chat template leaves out of a prompt and its demonstration."""
+        """Lists what the template leaves out of a prompt and its demonstration."""
         task = self._tasks.tasks(split)[index]
         answer = self._demonstration(task)
         if isinstance(answer, str):

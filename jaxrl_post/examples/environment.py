@@ -41,8 +41,8 @@ def make_environment(
     Raises:
         ConfigError: a path for an environment without files, or no path for one with
             files; as `envs.make`, or a module that the environment needs is not
-            installed; tools that cannot be had, or an environment that judges no single
-            answer.
+            installed; tools that are not available, or an environment that judges no
+            single answer.
     """
     options = _file_options(spec, data)
     try:
@@ -98,7 +98,7 @@ def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
                 )
         return {}
     if data.path is None:
-        kind = FROM_FILES.get(name, "the training rows beside those of evaluation")
+        kind = FROM_FILES.get(name, "training rows, not only evaluation rows")
         raise ConfigError(f"--data.path: {name} needs {kind}")
     options: dict[str, str] = {"path": data.path, "on_bad_row": data.on_bad_row}
     if data.eval_path is not None:

@@ -73,24 +73,24 @@ class Examples(Protocol):
 
 @runtime_checkable
 class Checked(Examples, Protocol):
-    """Examples of which a chat template may leave something out."""
+    """Examples whose parts a chat template may leave out."""
 
     def unwritten(
         self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
     ) -> tuple[str, ...]:
-        """What the template leaves out of an example, whose texts are `written`."""
+        """Lists what the template leaves out of an example; `written` are its texts."""
         ...
 
 
 @dataclass(frozen=True)
 class Splits[Item: Preference | Judged | Solution](Checked):
-    """Training and held-out items, each of which is one example.
+    """Training and held-out items, one example each.
 
     Attributes:
         train: training items.
         eval: held-out items.
-        on_unwritten: what to do about items of which the chat template leaves something
-            out, as for `examples.tasks.dropped`.
+        on_unwritten: what to do about items if the chat template leaves out a part of
+            them, as for `examples.tasks.dropped`.
     """
 
     train: Sequence[Item]
@@ -128,7 +128,7 @@ class Splits[Item: Preference | Judged | Solution](Checked):
     def unwritten(
         self, tokenizer: Tokenizer, split: Split, index: int, texts: Sequence[str]
     ) -> tuple[str, ...]:
-        """What the chat template leaves out of the prompt and the answers."""
+        """Lists what the chat template leaves out of the prompt and the answers."""
         item = self.items(split)[index]
         missing: dict[str, None] = {}
         for answer, text in zip(self.said_of(item), texts, strict=True):

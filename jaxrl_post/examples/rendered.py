@@ -53,7 +53,7 @@ class Rendered:
         return True
 
     def warn(self, what: str) -> None:
-        """Logs how many examples there were, and the first, and begins anew.
+        """Logs how many examples there were, and the first, and begins again.
 
         Args:
             what: the examples, such as "train tasks of gsm8k".
@@ -88,7 +88,8 @@ def _marks(tokenizer: Tokenizer) -> set[str]:
     found = {token for token in special if token in text}
     if len(heads) <= len(rows):
         return found
-    # The head of a user's turn is the end of what stands before the first and later.
+    # The head of a user's turn is the common end of the texts before the first and
+    # later turns.
     ends = zip(reversed(heads[0].strip()), reversed(heads[2].strip()), strict=False)
     shared = itertools.takewhile(lambda pair: pair[0] == pair[1], ends)
     head = "".join(character for character, _ in shared)[::-1]

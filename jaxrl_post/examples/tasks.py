@@ -380,9 +380,9 @@ def _listed(environment: Environment, split: Split) -> Sequence[Task]:
         return tasks
     if len(tasks) > MOST_TASKS:
         raise ConfigError(
-            f"--env: {environment.name} has {len(tasks):,} {split} tasks, of which at "
-            f"most {MOST_TASKS:,} can be looked at before a run; ask it for fewer, as "
-            f"in '?{split}_size={MOST_TASKS}'"
+            f"--env: {environment.name} has {len(tasks):,} {split} tasks; a run can "
+            f"check at most {MOST_TASKS:,} before it begins; ask for fewer, as in "
+            f"'?{split}_size={MOST_TASKS}'"
         )
     return tuple(tasks) if len(tasks) <= KEPT_TASKS else tasks
 

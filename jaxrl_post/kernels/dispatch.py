@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs on which platform.
+"""Chooses the implementation of an operation by platform.
 
 A Pallas kernel runs on the platform that it is written for, and "auto" takes it there;
 everywhere else it takes the XLA program. An implementation that is asked for by name is
@@ -44,9 +44,9 @@ TPU_KERNEL: dict[Implementation, str | None] = {"pallas_tpu": None}
 def platform() -> Platform:
     """Platform for which a program is traced now.
 
-    It is that of the devices of the mesh of `jax.set_mesh`, which need not exist, or
-    without a mesh that of JAX's default backend. "hopper" is a GPU of NVIDIA's Hopper
-    family, "gpu" any other one.
+    It is the platform of the devices of the mesh of `jax.set_mesh`, which need not
+    exist, or without a mesh of JAX's default backend. "hopper" is a GPU of NVIDIA's
+    Hopper family, "gpu" any other one.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:

@@ -1,4 +1,4 @@
-"""What the TPU kernels have in common: products of blocks, and lists of blocks."""
+"""Shared by the TPU kernels: products of blocks, and lists of blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ def listed(active: Array, most: int) -> tuple[Array, Array]:
         most: at least the number of active ones.
 
     Returns:
-        int32 [most], the places in `active`, flat and ascending, of which the last one
-        is repeated; and int32 [], the number of active ones.
+        int32 [most], the places in `active`, flat and ascending, the last one repeated;
+        and int32 [], the number of active ones.
 
     >>> found, count = listed(jnp.array([False, True, False, True]), 3)
     >>> found.tolist(), int(count)

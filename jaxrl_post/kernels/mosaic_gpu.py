@@ -1,4 +1,4 @@
-"""What kernels for Hopper GPUs have in common: products of tiles, caps, and writing.
+"""Shared by the kernels for Hopper GPUs: products of tiles, caps, and writing.
 
 A block of threads that multiplies tiles has three warpgroups. One copies operands into
 shared memory, some steps ahead; two multiply them into registers (wgmma).
@@ -194,7 +194,7 @@ def capped(logits: Array, softcap: float | None) -> Array:
 
 
 def store(array: Any, values: Array) -> None:
-    """Writes from registers into shared memory or that of the GPU.
+    """Writes from registers into shared or global memory.
 
     Args:
         array: the reference, also a transposed one.

@@ -1,5 +1,10 @@
 """Policy-gradient losses per token, to be minimised.
 
+The policy is the model that is trained, with the parameters of the current update. The
+proximal policy is the policy before the step's first update; ratios are clipped around
+it. The behaviour policy is the sampler's distribution, from which a token was drawn.
+The reference is a fixed model that a KL term keeps the policy near.
+
 Gradients flow through `policy_logprobs` alone; the proximal log-probs and advantages
 are constants. To force an on-policy ratio of exactly 1, pass the policy's own log-probs
 as the proximal ones.
@@ -91,9 +96,9 @@ def cispo(
 
     L_t = -stop_gradient(clip(r_t, ratio_low, ratio_high)) A_t log p_t
 
-    Unlike PPO's clip, this one removes no token's gradient. The bounds are those of the
-    ratio itself: NeMo RL, verl and slime have [1 - eps_low, 1 + eps_high]; TRL has
-    [0, eps_high].
+    Unlike PPO's clip, this one removes no token's gradient. The bounds apply to the
+    ratio itself: NeMo RL, verl and slime have [1 - eps_low, 1 + eps_high]; TRL has [0,
+    eps_high].
 
     Args:
         ratio_low: in [0, 1]; 0 for no lower bound.
@@ -158,7 +163,7 @@ def sapo(
     Args:
         tau_positive: > 0; the paper's 1.0.
         tau_negative: > 0; the paper's 1.05, above tau_positive because lowering one
-            token's probability raises those of the many unsampled tokens.
+            token's probability raises the many unsampled tokens' probabilities.
 
     Raises:
         ValueError: a temperature is not positive.
@@ -308,8 +313,8 @@ def clipped_sequence_surrogate(
 
     L_t = -min(w_i A_t, clip(w_i, 1 - clip_low, 1 + clip_high) A_t) for t in sequence i,
     with w_i the product of its tokens' ratios. The mean over a sequence's tokens is the
-    loss of the sequence; on policy its gradient is that of REINFORCE on the token sum.
-    `gspo` takes the geometric mean instead of the product.
+    loss of the sequence; on policy its gradient is the gradient of REINFORCE on the
+    token sum. `gspo` takes the geometric mean instead of the product.
 
     Args:
         advantages: per token; the same within a sequence.

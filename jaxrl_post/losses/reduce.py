@@ -163,7 +163,7 @@ def prompt_mean(
 ) -> Metric:
     """Mean over prompts of the token mean of each one's samples.
 
-    Every prompt weighs the same, whatever the number and length of its samples; within
+    Every prompt weighs the same, for any number and length of its samples; within
     a prompt every token weighs the same. DAPO and CISPO print this formula, with the
     group's summed length inside the expectation over prompts; code uses `token_mean`.
 

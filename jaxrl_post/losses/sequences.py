@@ -1,10 +1,9 @@
 """Sums and means over the sequences of a row, broadcast to every token.
 
 A row holds one sequence (`segment_ids` is None) or several side by side: segment ids
-1.. number the row's sequences and 0 is padding, which is never counted. Tokens of one
-may also stand between those of another, as in a row of trees. Every token
-gets its own sequence's result, so shapes stay [*batch, length] and packed rows give the
-same results as unpacked rows.
+1.. number the row's sequences and 0 is padding, which is never counted. Sequences may
+also interleave, as in a row of trees. Every token gets its own sequence's result, so
+shapes stay [*batch, length] and packed rows give the same results as unpacked rows.
 
 A row of `length` tokens has at most `length` sequences. An id outside [0, length] makes
 every result of its row NaN, and the count of sequences with it, so that the loss shows
@@ -146,7 +145,7 @@ def sequence_count(
         return mask.any(axis=-1).sum().astype(jnp.float32)
     tokens = in_sequence(mask, segment_ids).astype(jnp.float32)
     totals = segment_totals(tokens, segment_ids)
-    # NaN is no count, and greater than nothing: it is handed on.
+    # NaN is no count and compares as False, so it passes through.
     present = (totals > 0).astype(jnp.float32)
     return jnp.where(jnp.isnan(totals), totals, present).sum()
 

@@ -1,8 +1,10 @@
 """Learning from tokens that older versions of the policy sampled.
 
-Every sampled token records the version of the parameters that sampled it. Its age is
-the trainer's version minus this version; ages differ within a sequence if parameters
-were swapped during its generation.
+A version is the number of steps that the policy's parameters have taken. Every sampled
+token records the version that sampled it. Its age is the trainer's version minus this
+version; ages differ within a sequence if parameters were swapped during its generation.
+The staleness of a sample is the version that trains on it minus the smallest version
+among its tokens.
 """
 
 from typing import Literal

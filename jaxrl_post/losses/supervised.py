@@ -33,8 +33,8 @@ def dynamic_fine_tuning_loss(
 ) -> Float[Array, "*shape"]:
     """Dynamic fine-tuning (DFT): L_t = -stop_gradient(p_t) log p_t.
 
-    The gradient is that of -p_t, so unlikely tokens do not dominate it as they dominate
-    the gradient of `next_token_loss`.
+    The gradient equals the gradient of -p_t, so unlikely tokens do not dominate it as
+    they dominate the gradient of `next_token_loss`.
 
     Args:
         policy_logprobs: log-probs (nats) of the target tokens, finite where they count.

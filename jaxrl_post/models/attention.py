@@ -34,7 +34,7 @@ KV_AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
 class Context(NamedTuple):
-    """Inputs of attention beside the hidden states.
+    """Inputs of attention other than the hidden states.
 
     Attributes:
         positions: int32, along the sequence.
@@ -144,7 +144,7 @@ def latent_attention(
 
 
 class LatentParts(NamedTuple):
-    """What latent attention projects tokens to.
+    """The projections of latent attention.
 
     Attributes:
         query_nope: the queries' dims without rotation.

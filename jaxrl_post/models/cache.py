@@ -163,7 +163,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of tokens that a slot can hold beside those that it shares."""
+        """Number of tokens that a slot can hold, without the shared ones."""
         return self.keys[0].shape[2]
 
     def layer(self, index: int) -> LayerCache:

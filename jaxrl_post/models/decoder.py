@@ -81,8 +81,8 @@ def forward(
             hidden states mean nothing. Default: every row is one sequence.
         indices: int32, the tokens' places in their rows, if rows are cut into chunks
             (`sharding.Chunks`). Default: rows are whole.
-        kv_view: cache with keys and values of earlier tokens, to which those of
-            `tokens` are added. None: attention among `tokens` alone (training).
+        kv_view: cache with keys and values of earlier tokens; those for `tokens` are
+            added. None: attention among `tokens` alone (training).
         rules: sharding of activations under the mesh of `jax.set_mesh`, if any.
         execution: how the layers are computed.
 
@@ -161,7 +161,7 @@ def logits_of(
     weight: Float[Array, "vocab hidden"],
     hidden: Float[Array, "*batch hidden"],
 ) -> Float[Array, "*batch vocab"]:
-    """Maps hidden states to float32 logits by a matrix, such as that of `unembedding`.
+    """Maps hidden states to float32 logits by a matrix, such as `unembedding`.
 
     Args:
         config: gives the divisor and cap of the logits.
@@ -204,7 +204,7 @@ def values(
 
 @struct.dataclass
 class _Place:
-    """Inputs of a layer beside its hidden states: positions, masks and its cache."""
+    """Inputs of a layer except its hidden states: positions, masks and its cache."""
 
     positions: Array
     ends: Array | None
@@ -361,8 +361,8 @@ def _layer(
         branch = mlp(config, params.mlp, x, rules)
     else:
         raise ValueError(
-            f"layer {index}: has neither an MLP nor experts; the parameters are not "
-            "those of the config"
+            f"layer {index}: has neither an MLP nor experts; the parameters do not "
+            "belong to the config"
         )
     return add(hidden, branch, params.mlp_post_norm), entry, routed
 

@@ -8,7 +8,7 @@ the devices' order. So both give the same bits. There is no derivative: the trai
 takes the values from here and the gradient from `forward`.
 
 On a mesh every device computes its own tokens; weights that are split along the batch's
-axes are gathered, those of heads, MLP and vocabulary stay split.
+axes are gathered; splits of heads, MLP and vocabulary stay.
 """
 
 import functools
@@ -100,7 +100,7 @@ def exact_forward(
         positions: int32, along the tokens' paths.
         counted: False for tokens that are not computed, such as padding.
         ends: as in `forward`, for packed rows; a counted token's path is counted.
-        cache: for rows that go on with a sequence: entry p of a row is the token at
+        cache: for rows that continue a sequence: entry p of a row is the token at
             position p. Its length is a multiple of BLOCK, and it shares nothing.
         rules: as in `forward`.
 

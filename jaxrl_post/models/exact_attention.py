@@ -304,7 +304,7 @@ def _read_heads(
     heads: int,
     kv_heads: int,
 ) -> tuple[slice | Array, int]:
-    """Which of its key/value heads this device's query heads read, and how many."""
+    """First and number of the key/value heads that this device's query heads read."""
     if not over_heads or over_kv_heads or kv_heads == 1:
         return slice(None), kv_heads
     # All key/value heads are on every device. If each group of query heads lies on one

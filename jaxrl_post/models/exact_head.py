@@ -104,7 +104,7 @@ class ExactHead(NamedTuple):
         counted: Bool[Array, " rows"],
         kept: Int[Array, "rows kept"] | None = None,
     ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
-        """What `logprobs` returns, with the logits of some rows in memory at a time.
+        """Computes `logprobs` with the logits of a few rows in memory at a time.
 
         Args:
             hidden: final hidden states that predict `targets`.

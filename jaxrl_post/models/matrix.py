@@ -1,6 +1,6 @@
 """The matrices of a layer: plain arrays, or adapted and quantised matrices.
 
-The decoder calls `multiply`, and `grouped` for routed experts, whatever the kind of
+The decoder calls `multiply`, and `grouped` for routed experts, for every kind of
 matrix. A `Matrix` is a drop-in for an array and implements its own product.
 """
 

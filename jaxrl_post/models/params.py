@@ -1,7 +1,7 @@
 """The parameters of a decoder: their tree, shapes, logical axes and initialisers.
 
 Every layer has its own arrays (docs/decisions/0001): decoding reads them in place,
-while stacked layers would be sliced, hence copied, at every step.
+while stacked layers would be sliced, and so copied, at every step.
 """
 
 import dataclasses

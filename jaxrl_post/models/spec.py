@@ -29,7 +29,7 @@ class ParamSpec:
         axes: the logical axis of each dimension (see `sharding.rules`).
         init: "normal" (standard deviation `scale`), "zeros" or "ones".
         scale: standard deviation of the "normal" initialiser.
-        wide: float32 whatever the model's dtype, where small differences matter.
+        wide: float32 for every dtype of the model, where small differences matter.
         decay: whether weight decay applies; None applies it if `init` is "normal", as
             for matrices, but not to norms and biases.
     """
@@ -116,7 +116,7 @@ def initialize(
 def _drawing(
     spec: ParamSpec, dtype: DTypeLike, sharding: Any
 ) -> Callable[[Array], Array]:
-    """Draws a parameter from its key; those of one spec share the program.
+    """Draws a parameter from its key; parameters of one spec share the program.
 
     For hundreds of parameters in one program XLA takes minutes on a GPU.
     """

@@ -1,4 +1,4 @@
-"""Config and tokenizer of a model directory, whatever the format of the weights."""
+"""Config and tokenizer of a model directory, in every format of weights."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @runtime_checkable
 class SavesItself(Protocol):
-    """A tokenizer that can be saved beside a model."""
+    """A tokenizer that can be saved with a model."""
 
     def save(self, directory: Path) -> Any:
         """Writes the tokenizer's files into a directory."""
@@ -61,7 +61,7 @@ def new_model_directory(
         path: the directory to make; existing files are never overwritten.
         config: the model's config.
         params: the model's parameters.
-        tokenizer: saved beside the model.
+        tokenizer: saved with the model.
         source: a model directory whose special-token ids and generation_config.json
             are copied. Without `source`, config.json has no end-of-text token.
 
@@ -198,7 +198,7 @@ def _match(config: ModelConfig, params: DecoderParams[Array]) -> dict[str, Array
     found, expected = paths(params), paths(param_specs(config))
     if found.keys() != expected.keys():
         raise CheckpointError(
-            f"params: not those of the config; missing: "
+            "params: do not match the config; missing: "
             f"{some(expected.keys() - found.keys()) or 'none'}; surplus: "
             f"{some(found.keys() - expected.keys()) or 'none'}"
         )

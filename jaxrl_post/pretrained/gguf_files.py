@@ -113,7 +113,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         }
         _check_tensors(found, entries)
         tensors = tuple((entry, found[name]) for name, entry in entries.items())
-    # What the library raises for a damaged header, and our own errors.
+    # Exceptions of the library for a damaged header, and our own.
     except (ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return GGUFFile(path, metadata, config, tensors)
@@ -135,7 +135,7 @@ def write_gguf(
     Args:
         path: the directory to make; existing files are never overwritten.
         file: from `read_gguf`.
-        tokenizer: saved beside the model.
+        tokenizer: saved with the model.
         generation: content of generation_config.json; config.json gets its special
             tokens.
         dtype: "float32" or "bfloat16"; None for `file.dtype`.
@@ -181,7 +181,7 @@ def _opened(path: Path) -> Any:
     gguf = _library(path)
 
     class Reader(gguf.GGUFReader):
-        """The library's reader, which would go on behind the end of the file."""
+        """The library's reader, made to stop at the end of the file."""
 
         def _get(
             self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None
@@ -240,7 +240,7 @@ def _check_kind(metadata: Json, reader: Any) -> None:
 
 
 def _config(metadata: Json, architecture: str, tensors: Mapping[str, Any]) -> Json:
-    """The config.json that the metadata amounts to."""
+    """Converts the metadata to the content of config.json."""
     prefix = f"{architecture}."
     own = {
         name.removeprefix(prefix) for name in metadata if name.startswith(prefix)
@@ -291,7 +291,7 @@ def _rope_scaling(
     if divisors is not None:
         if kind != "none":
             raise CheckpointError(
-                f"{prefix}type must be 'none' beside {ROPE_DIVISORS}; got {kind!r}"
+                f"{prefix}type must be 'none' with {ROPE_DIVISORS}; got {kind!r}"
             )
         values = divisors.data.astype(np.float64).reshape(-1)
         if values.size != head_dim // 2:

@@ -85,11 +85,11 @@ def load(
 ) -> tuple[ModelConfig, DecoderParams[Array]]:
     """Loads a model directory in either format of `save`.
 
-    An adapter beside its base (`peft.beside`) is merged into it.
+    An adapter with its base (`peft.beside`) is merged into it.
 
     On a mesh each process reads only the regions that its own devices hold. Regions are
     read one after the other, so that the host holds about two tensors (one as stored,
-    one converted) beside the parameters. Weights in block-wise FP8 or MXFP4 are
+    one converted) in addition to the parameters. Weights in block-wise FP8 or MXFP4 are
     dequantised to the requested dtype.
 
     Args:
@@ -173,7 +173,7 @@ def load(
 
 
 def stored_head(directory: Path) -> Head:
-    """The head of a model directory; where an adapter has one, that of the adapter.
+    """Reads the head of a model directory; an adapter's head comes first.
 
     Raises:
         CheckpointError: config.json cannot be read.
@@ -203,7 +203,7 @@ def save(
         path: the directory to make; existing files are never overwritten.
         config: the model's config.
         params: in any sharding; stored in their own dtype.
-        tokenizer: saved beside the model.
+        tokenizer: saved with the model.
         source: a model directory whose special-token ids and generation_config.json
             are copied. Without `source`, config.json has no end-of-text token.
         max_file_bytes: limit of tensor bytes per file; larger models get several files.
@@ -229,8 +229,8 @@ def _check_head(directory: Path, stored: Head, wanted: Head) -> None:
     # Value and process heads share tensor names, so `check_tensors` cannot detect this.
     if stored not in ("lm", wanted) and "process" in (stored, wanted):
         raise CheckpointError(
-            f"{directory}: holds a model with head={stored!r}, of which none with "
-            f"head={wanted!r} can be made; give a language model"
+            f"{directory}: holds a model with head={stored!r}, which cannot become one "
+            f"with head={wanted!r}; give a language model"
         )
 
 

@@ -117,7 +117,7 @@ def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
     hidden_size = integer(raw, "hidden_size")
     head_dim = optional_integer(raw, "head_dim", defaults.head_dim or None)
     head_dim = head_dim or hidden_size // num_heads
-    # Null means the number of query heads, whatever the family's default.
+    # Null means the number of query heads, not the family's default.
     num_kv_heads = optional_integer(raw, "num_key_value_heads", defaults.num_kv_heads)
     return ModelConfig(
         model_type=raw["model_type"],

@@ -94,7 +94,7 @@ def rotation_from_hf(
     """
     theta = number(rope, "rope_theta", number(raw, "rope_theta", theta))
     key = "partial_rotary_factor"
-    # A null at the top level means the whole head, whatever the family's default.
+    # A null at the top level means the whole head, not the family's default.
     share = number(rope, key, optional_number(raw, key, share) or 1.0)
     kind = text(rope, "rope_type", text(rope, "type", "default"))
     kind = SYNONYMS.get(kind, kind)

@@ -1,10 +1,10 @@
 """Reads and writes the weights of a model directory as an Orbax checkpoint.
 
-The directory has a folder `params` beside config.json and the tokenizer. This folder is
-an Orbax checkpoint: a flat dictionary from parameter paths, such as
+The directory has a folder `params` next to config.json and the tokenizer. This folder
+is an Orbax checkpoint: a flat dictionary from parameter paths, such as
 "layers.0.attention.query", to arrays in our layout. Any program with Orbax can read it.
 We read it with TensorStore, on which Orbax is built, region by region like safetensors:
-the host holds little beside the loaded parameters, and a missing or truncated file
+the host holds little more than the loaded parameters, and a missing or truncated file
 raises an error. As in safetensors, the values have no checksum.
 """
 

@@ -1,7 +1,7 @@
 """Loads parameters from tensor files shard by shard; saves them tensor by tensor.
 
-Beside the parameters, the host holds about one shard and its region of the tensor at a
-time while loading, and one tensor and one shard while saving.
+In addition to the parameters, the host holds about one shard and its region of the
+tensor at a time while loading, and one tensor and one shard while saving.
 """
 
 import functools

@@ -7,7 +7,7 @@ tokenizer trained on the environment's texts; `launch.plan` compiles without wei
 Published models keep the keys and values of their own config.json, so that they can be
 compared with the source. `initialize` draws matrices and embeddings from a normal
 distribution with standard deviation `initializer_range`, and sets norms to one and
-biases to zero. It is 0.02, but for "demo", whose width of 128 is far below those for
+biases to zero. It is 0.02, except for "demo", whose width of 128 is far below those for
 which 0.02 was chosen (docs/decisions/0029).
 Where releases of one size differ, the Qwen2.5 presets are the base models (some
 instruct models have another context length and epsilon) and the Qwen3 presets the first

@@ -40,7 +40,7 @@ def check_counts(
     if config.num_layers > layers:
         raise CheckpointError(
             f"{config_file}: num_hidden_layers is {config.num_layers}, but the weights "
-            f"are those of {layers} layers; tensors: {some(names)}"
+            f"have {layers} layers; tensors: {some(names)}"
         )
     numbered = any("%" in weight.name for weight in weights.values())
     if not numbered or config.experts is None:
@@ -49,8 +49,8 @@ def check_counts(
     sparse = len(set(config.experts.dense_layers)) < config.num_layers
     if sparse and wanted > experts:
         raise CheckpointError(
-            f"{config_file}: asks for {wanted} experts a layer, but the weights are "
-            f"those of {experts} experts"
+            f"{config_file}: asks for {wanted} experts a layer, but the weights have "
+            f"{experts} experts"
         )
 
 

@@ -282,8 +282,8 @@ def _warn_of_copies(directory: Path, names: set[str]) -> None:
     if names:
         warnings.warn(
             f"{directory}: several files hold tensors of one name: "
-            f"{', '.join(sorted(names)[:4])}; those of the file that {INDEX_FILE} "
-            f"names are used",
+            f"{', '.join(sorted(names)[:4])}; tensors of the file that {INDEX_FILE} "
+            "names are used",
             CheckpointWarning,
             stacklevel=4,
         )

@@ -29,7 +29,7 @@ MAGNITUDE = {
     8: (np.uint64, 0x7FFFFFFFFFFFFFFF),
 }
 
-# Of smaller numbers 65,536 squares can be summed in float32.
+# 65,536 squares of smaller numbers can be summed in float32.
 HUGE = 2.0**56
 
 FLOATS = ("F64", "F32", "F16", "BF16")

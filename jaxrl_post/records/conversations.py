@@ -1,6 +1,6 @@
-"""Conversations as rows of samples.jsonl: who said what, and what is trained on.
+"""Conversations as rows of samples.jsonl: roles, texts, and trained turns.
 
-A row holds a conversation of bounded size, whatever a model or a tool wrote.
+A row bounds a conversation's size, however long a model's or a tool's text is.
 """
 
 import itertools
@@ -15,7 +15,7 @@ __all__ = ["conversation"]
 # Turns of a conversation: its first ones, and its last ones.
 FIRST_TURNS, LAST_TURNS = 24, 8
 MOST_PIECES = 16  # Messages before a turn, calls of a turn, parts of a reward.
-LONGEST_NAME = 100  # Characters of a name, such as that of a tool.
+LONGEST_NAME = 100  # Most characters of a name, such as a tool's.
 LONGEST_TEXT = 4000  # Characters of any other text.
 # Characters of all texts together. What comes later has ENOUGH each, so that the shape
 # of the conversation can still be seen.
@@ -47,7 +47,7 @@ def conversation(episode: Episode, *, trained: bool) -> Row | None:
         and last; and whether the sampled tokens are `trained` on. The context never is.
         Fields that are empty are absent.
 
-        None for an episode of one turn without tools, of which text and reward say all.
+        None for an episode of one turn without tools, since text and reward say all.
 
     >>> from jaxrl_post.tokens import Tokens
     >>> said = Tokens.generated([7, 8], logprobs=[-0.5, -0.5], version=3)
@@ -141,7 +141,7 @@ def _call(call: ToolCall, texts: _Texts) -> Row:
 
 
 def _heard(message: Message, texts: _Texts) -> Row:
-    # An agent that began anew may repeat calls of its own in what it sends.
+    # An agent that began again may repeat calls of its own in what it sends.
     calls = "".join(f"\n{call.name}({call.arguments})" for call in message.tool_calls)
     row: Row = {"role": message.role, **texts.cut(message.content + calls)}
     if message.name:

@@ -29,7 +29,7 @@ OF_MODELS = {"model_type", "architectures"}
 
 @dataclasses.dataclass(frozen=True)
 class RunDescription:
-    """What was run: the content of config.json.
+    """A run's program and options: the content of config.json.
 
     Attributes:
         command: the command line that repeats the run.
@@ -95,7 +95,7 @@ class RunDirectory:
         """Reads config.json; returns None if there is no such file.
 
         Raises:
-            ValueError: the file is damaged, or it is that of a model.
+            ValueError: the file is damaged, or it is a model's config.json.
         """
         if not self.config.exists():
             return None

@@ -14,8 +14,8 @@ __all__ = ["Fingerprint", "difference", "of_file", "of_folder", "of_texts"]
 type Fingerprint = Mapping[str, Mapping[str, int]]
 
 BLOCK = 2**22
-# Of a large file so many bytes are read at the beginning, and so many samples of so
-# many bytes after it: a model of 100 GB takes a fraction of a second.
+# A large file is read at its beginning (BEGINNING bytes) and in SAMPLES samples of
+# SAMPLE bytes after it: a model of 100 GB takes a fraction of a second.
 BEGINNING, SAMPLES, SAMPLE = 2**20, 64, 2**12
 
 
@@ -40,7 +40,7 @@ def of_file(path: Path) -> Mapping[str, int]:
 def of_folder(folder: Path, patterns: Sequence[str] = ("**/*",)) -> Fingerprint:
     """Returns the size and a CRC-32 of each file of a folder, by its name.
 
-    Of a large file the CRC-32 is that of its beginning, with the whole header if it is
+    The CRC-32 of a large file covers its beginning, with the whole header if it is
     a safetensors file, and of samples of the rest.
 
     Args:

@@ -1,4 +1,4 @@
-"""Models that a run has written, so that it never replaces one that it has not.
+"""Tracks the models that a run has written, so that it never replaces others.
 
 The file saved.json of a run directory has the fingerprints of the directories that the
 run wrote there, by name. It is written before a directory appears under its name, and

@@ -56,7 +56,7 @@ class MetricsLog:
         resume_step: None for a new run. Otherwise the step of the checkpoint from which
             the run resumes: later rows and a torn last line are dropped, the rows in
             TensorBoard too. -1 starts the run over.
-        tracking: trackers that get the metrics beside metrics.jsonl.
+        tracking: trackers that get the metrics, in addition to metrics.jsonl.
         clock: Unix time in seconds.
 
     Raises:
@@ -269,8 +269,8 @@ def tell_missing(
         if count < written.get(name, 0):
             _log.warning(
                 "%s: of what was written up to step %d (%d rows or files), %d are "
-                "left; the log goes on without the others. To keep them, end the run, "
-                "restore the log from a copy, and start the run again",
+                "left; the log continues without the others. To keep them, end the "
+                "run, restore the log from a copy, and start the run again",
                 name,
                 step,
                 written[name],
@@ -352,8 +352,8 @@ class Progress:
         """Shows that a step is done.
 
         Args:
-            step: greater than that of the last call.
-            metrics: those of the step; a metric that is absent keeps its last value,
+            step: greater than the last call's.
+            metrics: the step's metrics; a metric that is absent keeps its last value,
                 since held-out accuracy is not measured at every step.
         """
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, trackio."""
+"""Trackers of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ class Tracking:
     Attributes:
         names: each at most once.
         project: of Weights & Biases and trackio; None for their default.
-        config: of the run, of values that JSON can write; shown beside its metrics.
+        config: of the run, of values that JSON can write; shown with its metrics.
     """
 
     names: Sequence[TrackerName] = ("tensorboard",)
@@ -140,7 +140,7 @@ class RemoteRun:
 
     Each step is sent once: a tracker cannot delete steps, and a resumed run repeats
     some steps, with the same numbers. If a tracker fails, a warning is logged and
-    nothing more is sent; the training run goes on.
+    nothing more is sent; the training run continues.
 
     Args:
         name: of the tracker, for messages.

@@ -12,7 +12,7 @@ __all__ = ["VisibleConsole", "visible"]
 # Terminals act on control characters, and browsers hide them or do: show Unicode's
 # control pictures, and the numbers of those that have none. Among them are those that
 # turn text around, so that a call could seem to have other arguments, and those that
-# are not seen, but for the joiners that some scripts and emojis are written with.
+# are not seen, except the joiners that some scripts and emojis are written with.
 _HIDDEN = {"Cc", "Cf", "Zl", "Zp"}
 _SEEN = "\t\n\u200c\u200d"
 
@@ -50,13 +50,13 @@ class VisibleConsole(Console):
     """
 
     def render_str(self, text: str, **options: object) -> Text:
-        """As of `Console`, which drops some control characters."""
+        """As in `Console`, which drops some control characters."""
         return super().render_str(visible(text), **options)  # pyright: ignore[reportArgumentType]
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As of `Console`; its own control sequences stay as they are."""
+        """As in `Console`; its own control sequences stay as they are."""
         for text, style, control in super().render(renderable, options):
             shown = text if control else visible(text)
             yield Segment(shown, style, control)

@@ -1,4 +1,7 @@
-"""Samples from the policy with the trainer's arrays: continuous batching over slots."""
+"""Samples from the policy with the trainer's arrays: continuous batching over slots.
+
+The sampler is the part that generates completions, on the trainer's devices.
+"""
 
 from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.engine import Engine

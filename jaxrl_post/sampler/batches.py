@@ -49,8 +49,9 @@ def _prefill_rows(
             row, segment = part * count + index, chunk.segment
             last = chunk.first + chunk.size
             tokens[row, : chunk.size] = segment.tokens[chunk.first : last]
-            # What pads has no weight, but 0 times NaN is NaN: no other token's
-            # embedding may fail this sample.
+            # Padding has no weight, but 0 times NaN is NaN: repeat a token of this
+            # sample,
+            # so that no other token's embedding can make it fail.
             tokens[row, chunk.size :] = segment.tokens[last - 1]
             starts[row] = segment.start + chunk.first
             lengths[row] = chunk.size

@@ -5,8 +5,8 @@ a call needs to know of its samples are small arrays from the host. A call copie
 pages that it reads into a dense view, computes, and writes the new entries back.
 
 Prefill needs no logits: the first decoding step of a sample feeds the last token of its
-context again, of which the cache holds the key already, and samples the first token. So
-all tokens are sampled by the same code.
+context again, whose key is in the cache already, and samples the first token. So all
+tokens are sampled by the same code.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class PrefillRows:
 
 @struct.dataclass
 class Progress:
-    """How far samples have come; a burst begins with it and returns it.
+    """Progress of the samples; a burst begins with it and returns it.
 
     Attributes:
         tokens: int32, the token to feed next.
@@ -90,9 +90,9 @@ class Rows:
 
     Attributes:
         progress: how far each row has come.
-        remaining: int32, tokens still to sample as far as the host knows; a burst goes
-            by this or by the progress, whichever is less. 0 for a row that has ended
-            for a reason that only the host sees.
+        remaining: int32, tokens still to sample as far as the host knows; a burst uses
+            the smaller of this and the progress. 0 for a row that has ended for a
+            reason that only the host sees.
         prompt_ids: uint32; determines the noise with `sample_indices` and the key.
         sample_indices: uint32.
         sampling: per-sample sampling parameters.
@@ -123,7 +123,7 @@ class Rows:
 class Emitted:
     """The tokens that `decode` sampled, [steps, rows]; -1 where a row sampled none.
 
-    The other fields are those of `Sampled`.
+    The other fields are as in `Sampled`.
     """
 
     tokens: Int[HostOrDevice, "steps rows"]
@@ -297,7 +297,7 @@ def _burst(
         scale = jnp.repeat(1.0 / jnp.where(greedy, 1.0, sampling.temperature), width)
         sampling = sampling._replace(temperature=jnp.where(greedy, 0.0, 1.0))
     sampling = jax.tree.map(lambda array: jnp.repeat(array, width), sampling)
-    # What the loop does not change stays outside of its state.
+    # Constants of the loop stay outside of its state.
     fixed = view.starts, view.shared
     inside = jnp.arange(width, dtype=jnp.int32)
 
@@ -476,7 +476,7 @@ class _State(NamedTuple):
         passes: int32, forward passes in which the row took part.
         history: int32 [rows, length], the row's tokens; None without guesses.
         entries: keys and values of all layers.
-        draft_view: those of the draft model; None without one.
+        draft_view: keys and values of the draft model; None without one.
         emitted: the tokens sampled in this burst, [rows, steps].
     """
 
@@ -542,7 +542,7 @@ def _prefill_exactly(
 
 
 def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCache:
-    """What rows share, and their own computed entries."""
+    """Joins the entries that rows share with the rows' own computed entries."""
     before = PAGE * jnp.arange(rows.pages.shape[1], dtype=jnp.int32)
     filled = jnp.clip(rows.progress.counts[:, None] - before, 0, PAGE)
     return KVCache(

@@ -26,8 +26,8 @@ class Draft:
     """A draft model, on the sampler's mesh; its parameters do not change.
 
     Attributes:
-        config: the model's configuration. Its vocabulary may have another size than
-            that of the sampled model, but a token must have the same id in both.
+        config: the model's configuration. Its vocabulary may differ in size from the
+            sampled model's, but a token must have the same id in both.
         params: the parameters.
         pages: in a burst, its cache, with all tokens of the rows but those to feed;
             donated by the engine. None outside of one.

@@ -77,17 +77,21 @@ class Engine:
     with tokens whose keys the cache still holds, such as the next turn of a
     conversation, prefills the rest alone. The batch shrinks as samples finish.
 
-    `dispatch` starts bursts of decoding steps and returns at once; `collect` waits for
+    A burst is a number of decoding steps that the device runs before the host looks at
+    their results. A switch is the start of the first burst with another version's
+    parameters.
+
+    `dispatch` starts bursts and returns at once; `collect` waits for
     the first of them. The host can work in between. While a burst runs, a second one
-    waits on the device, which begins where the first will end. So the device goes on
-    while the host looks at the results of the first.
+    waits on the device, which begins where the first will end. So the device keeps
+    computing while the host looks at the results of the first.
 
     Args:
         config: the model's configuration.
         sizes: the engine's sizes.
         seed: seed of the sampling noise; the noise of a token depends only on the seed,
             the prompt id, the sample index and the position.
-        dtype: dtype of the cache: that of the parameters; or int8 or float8_e4m3fn,
+        dtype: dtype of the cache: the parameters' dtype; or int8 or float8_e4m3fn,
             which quantise keys and values with a scale per token and head.
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
@@ -97,8 +101,8 @@ class Engine:
         kernels: implementation of attention, as in `models.forward`.
 
     Attributes:
-        compilations: number of compiled programs, by function; those of the draft model
-            count too.
+        compilations: number of compiled programs, by function; the draft model's count
+            too.
         decoded_rows: rows of all decoding steps, those that sampled nothing included.
         guessing: what guesses have been worth.
 
@@ -256,8 +260,8 @@ class Engine:
     def dispatch(self, params: DecoderParams[Array], *, version: int = 0) -> None:
         """Prefills what waiting samples need and starts bursts of decoding steps.
 
-        Does not wait for the device. Does nothing while two bursts are under way, or
-        one of other parameters, or if no request is waiting or running.
+        Does not wait for the device. Does nothing while two bursts are running, or one
+        with other parameters, or if no request is waiting or running.
 
         Args:
             params: parameters of the config, in the engine's dtype and mesh. They may
@@ -277,15 +281,15 @@ class Engine:
                 self._decode(params, burst, version)
             last = self._running[-1]
             if last.guesses or last.burst.constrained:
-                # What the next pass guesses, or may draw, depends on what the host has
-                # yet to see.
+                # The next pass's guesses, or allowed tokens, depend on what the host
+                # has yet to see.
                 return
             following = self.scheduler.ahead(last.burst)
             if following is not None:
                 self._decode(params, following, version, last.progress)
 
     def collect(self) -> list[Completion]:
-        """Waits for the first burst under way; returns finished completions."""
+        """Waits for the first running burst; returns finished completions."""
         if not self._running:
             return []
         running = self._running.popleft()
@@ -323,7 +327,7 @@ class Engine:
         return done
 
     def settle(self) -> list[Completion]:
-        """Waits for all bursts under way; returns the completions that finished.
+        """Waits for all running bursts; returns the completions that finished.
 
         Afterwards the parameters may be donated. The other samples keep their slots,
         and the next `dispatch` continues them, possibly with other parameters.
@@ -334,7 +338,7 @@ class Engine:
         return done
 
     def cancel(self, samples: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Waits for all bursts under way, then cancels running and waiting samples.
+        """Waits for all running bursts, then cancels running and waiting samples.
 
         Args:
             samples: (prompt id, sample index) of the samples to cancel; None for all.
@@ -360,11 +364,11 @@ class Engine:
             self._seen = _Seen(jax.tree.structure(None), ())
 
     def unfinished(self) -> list[Unfinished]:
-        """What each running sample had sampled at the last `collect`."""
+        """Returns what each running sample had sampled at the last `collect`."""
         return [sample.unfinished for sample in self.scheduler.running]
 
     def _own_mesh(self) -> AbstractContextManager[Any]:
-        """Sets the engine's mesh: the trainer's, which may be another one, is set."""
+        """Sets the engine's mesh in place of the trainer's, which may differ."""
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _prefill(self, params: DecoderParams[Array]) -> None:
@@ -497,7 +501,7 @@ class Engine:
 
 
 def _share(draft: Draft, config: ModelConfig) -> float:
-    """Parameters of the draft model, as a share of those of the sampled one."""
+    """Ratio of the draft model's to the sampled model's number of parameters."""
     sizes = [
         sum(spec.size for spec in jax.tree.leaves(param_specs(each), is_leaf=is_spec))
         for each in (draft.config, config)

@@ -2,8 +2,8 @@
 
 A token is a function of the logits and of the noise of its position. So the tokens of
 all guessed positions are drawn from the logits of one forward pass, and a guess is
-right if it is the token that was drawn in its place. Samples are those of decoding
-without guesses: wrong guesses cost time and change nothing.
+right if it is the token that was drawn in its place. Samples are the same as without
+guesses: wrong guesses cost time and change nothing.
 
 References:
     Leviathan et al., Fast Inference from Transformers via Speculative Decoding,
@@ -70,7 +70,7 @@ def look_up(
 
 @dataclasses.dataclass
 class Guessing:
-    """Decides whether a burst guesses; a function of those since the last `restart`.
+    """Decides whether a burst guesses, from the bursts since the last `restart`.
 
     Attributes:
         count: guesses of a forward pass; 0 for none.
@@ -110,7 +110,7 @@ class Guessing:
         return self.count
 
     def restart(self) -> None:
-        """Forgets what earlier guesses were worth, such as those of another policy.
+        """Forgets what earlier guesses were worth, such as another policy's.
 
         A run does this at every step, so that a resumed one guesses where the first
         did.
@@ -118,7 +118,7 @@ class Guessing:
         self._judged, self._pause = (self.passes, self.tokens), 0
 
     def record(self, passes: int, tokens: int) -> None:
-        """Notes what a burst with guesses sampled.
+        """Records the results of a burst with guesses.
 
         Args:
             passes: forward passes, summed over samples.

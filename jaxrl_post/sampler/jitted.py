@@ -115,7 +115,7 @@ class DeviceFunctions:
 
     @property
     def by_row(self) -> NamedSharding | None:
-        """Sharding of how far the rows of a burst have come."""
+        """Sharding of the progress of a burst's rows."""
         if self.mesh is None:
             return None
         axes = partition_spec(

@@ -60,7 +60,7 @@ class Pages:
 
 @struct.dataclass
 class Shared:
-    """What groups of rows read together; padded with groups without tokens.
+    """Entries that groups of rows read together; padded with groups without tokens.
 
     Attributes:
         pages: int32, pages in the order of the path; unused ones may be any.
@@ -88,8 +88,8 @@ def read_paths(
 ) -> KVCache:
     """Copies the path of every row: entry p is the token at position p.
 
-    A path lies in pages that groups share, any of which may be partly filled, and in
-    own pages. Entries without a token are zeros.
+    A path lies in pages that groups share, each perhaps partly filled, and in own
+    pages. Entries without a token are zeros.
 
     Args:
         config: of the model.

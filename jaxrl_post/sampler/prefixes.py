@@ -1,9 +1,9 @@
-"""Which tokens' keys and values the cache holds, and in which pages.
+"""Tracks which tokens' keys and values the cache holds, and in which pages.
 
-A segment is a run of tokens in pages of its own. Segments form a tree: a segment goes
-on after a number of its parent's tokens, so the path from a root spells a sequence, and
-sequences with the same beginning share the segments of that beginning. A prompt is one
-segment, and what a sample adds is another.
+A segment is a run of tokens in pages of its own. Segments form a tree: a segment
+continues after a number of its parent's tokens, so the path from a root spells a
+sequence, and sequences with the same beginning share the segments of that beginning. A
+prompt is one segment, and what a sample adds is another.
 
 This runs on the host and does not touch the device. Each part of a mesh that splits the
 batch has pages and a tree of its own.
@@ -33,7 +33,7 @@ class Segment:
         drafted: number of tokens whose keys of the draft model have been computed.
         pins: number of samples that need the segment; 0 lets it be evicted.
         promised: number of further pages that it may take.
-        current: whether its keys are those of the engine's current parameters.
+        current: whether its keys were computed by the engine's current parameters.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PrefixTree:
             segment.used = next(self._clock)
 
     def unpin(self, path: Path) -> None:
-        """Ends a `pin`; what nobody needs any more may be evicted, the oldest first."""
+        """Ends a `pin`; segments without pins may be evicted, the oldest first."""
         for segment, _ in reversed(path):
             segment.pins -= 1
             if segment.pins:
@@ -140,7 +140,7 @@ class PrefixTree:
                 self._remove(segment)
 
     def begin(self, path: Path, tokens: Sequence[int], promise: int) -> Segment:
-        """A pinned segment that goes on after a path, with pages promised to it."""
+        """Adds a pinned segment that continues a path, with pages promised to it."""
         parent, offset = path[-1] if path else (None, 0)
         segment = Segment(parent, offset, tokens)
         segment.pins, segment.used = 1, next(self._clock)

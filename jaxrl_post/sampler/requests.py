@@ -27,13 +27,13 @@ MOST_ALTERNATIVES = 20
 # "stop": a stop id was sampled (it is the last token); "stop_string": a stop string
 # appeared in the text; "length": max_tokens were sampled; "cancelled": the sample was
 # cancelled, and a later request may continue it; "failed": the model's logits were not
-# finite, or the constraint could not go on.
+# finite, or the constraint allowed no token.
 FinishReason = Literal["stop", "stop_string", "length", "cancelled", "failed"]
 
 # Below it a temperature is greedy. Log-probs are differences of logits / temperature in
 # float32: at 1e-6 a logit of 30 is rounded by two nats, and at 1e-8 weights overflow.
 LEAST_TEMPERATURE = 1e-5
-# What the device's arrays of float32 and int32 hold: rewards, too, and token ids.
+# Ranges of the device's float32 and int32 arrays, for rewards and token ids.
 MOST_FLOAT = 3.4e38
 MOST_INT = 2**31 - 1
 
@@ -47,7 +47,7 @@ class ConstraintError(RuntimeError):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Which tokens may come next in one sample, such as those that a grammar allows."""
+    """Limits the next token of one sample, such as to the tokens of a grammar."""
 
     def allowed(self) -> np.ndarray:
         """uint32 [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if t may come.
@@ -57,7 +57,7 @@ class Constraint(Protocol):
         ...
 
     def advance(self, token: int) -> None:
-        """Takes note of the token that came, an allowed one.
+        """Advances by the sampled token, an allowed one.
 
         Raises:
             ConstraintError: nothing can be said of what comes after it.
@@ -80,12 +80,12 @@ class Alternatives(NamedTuple):
 
     @staticmethod
     def none() -> "Alternatives":
-        """Those of no token."""
+        """Returns the alternatives of zero tokens."""
         shape = (0, MOST_ALTERNATIVES)
         return Alternatives(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
     def first(self, count: int) -> "Alternatives":
-        """Those of the first `count` tokens."""
+        """Returns the alternatives of the first `count` tokens."""
         return Alternatives(self.ids[:count], self.logprobs[:count])
 
     def __add__(self, other: object) -> "Alternatives":  # type: ignore[override]
@@ -99,7 +99,7 @@ class Alternatives(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample tokens.
+    """Parameters of sampling tokens.
 
     The temperature is applied first. A token must then pass top-k, top-p and min-p,
     each of them applied to the same distribution.
@@ -173,8 +173,8 @@ class Request:
         num_sampled: number of tokens at the end of `prompt` that a cancelled request
             has sampled, if this request continues it. They count as sampled tokens in
             the sampler's limits.
-        noise_id: takes the place of `prompt_id` in the noise, in [0, 2**32); requests
-            under way may share it. None for `prompt_id`.
+        noise_id: takes the place of `prompt_id` in the noise, in [0, 2**32); unfinished
+            requests may share it. None for `prompt_id`.
         constrain: makes the constraint of one sample, which has seen no token; None if
             every token may come. It is applied before top-k, top-p and min-p.
     """
@@ -216,6 +216,9 @@ class Request:
 class Completion:
     """One finished or cancelled sample.
 
+    A completion is the tokens that the sampler generates for one turn, the stop token
+    included.
+
     Attributes:
         prompt_id: prompt id of the request.
         sample_index: first_sample .. first_sample + num_samples - 1.
@@ -226,8 +229,8 @@ class Completion:
         finish_reason: why the sample ended.
         error: what was wrong, if it failed; else "".
         alternatives: of each token; None if the request did not ask for them.
-        refused: whether it failed by its request's own constraint, which could not go
-            on.
+        refused: whether it failed by its request's own constraint, which allowed no
+            next token.
     """
 
     prompt_id: int
@@ -241,7 +244,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What a running sample has sampled so far; fields as in `Completion`."""
+    """The tokens of a running sample so far; fields as in `Completion`."""
 
     prompt_id: int
     sample_index: int

@@ -222,7 +222,7 @@ def _sample(
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
     if allowed is not None:
-        # Of a greedy row only the constraint cuts the distribution.
+        # Only the constraint cuts the distribution of a greedy row.
         left = jnp.where(greedy, weights, left)
         log_masses = jnp.log(sums(left)) + top - normalizer
     elif truncate:

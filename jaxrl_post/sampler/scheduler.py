@@ -98,7 +98,7 @@ class Sample:
 
     @property
     def unfinished(self) -> Unfinished:
-        """What it has sampled so far."""
+        """The tokens sampled so far."""
         return Unfinished(*self.id, self.tokens, self.alternatives)
 
     def cut(self, count: int) -> None:
@@ -130,7 +130,7 @@ class Chunk:
 
     @property
     def path(self) -> Path:
-        """What these tokens attend to beside themselves."""
+        """The earlier tokens to which these tokens attend."""
         return (*self.before, (self.segment, self.first)) if self.first else self.before
 
 
@@ -262,7 +262,8 @@ class Scheduler:
         groups = [_groups(part, members) for part in rows]
         num_groups = sizes.groups(max(map(len, groups)), slots, members)
         if num_groups is None:
-            # The groups have become small: a row each costs less than empty places.
+            # The groups have become small: one row per sample costs less than empty
+            # places.
             members = 1
             groups = [_groups(part, members) for part in rows]
             num_groups = sizes.groups(max(map(len, groups)), slots, members)
@@ -285,7 +286,7 @@ class Scheduler:
         )
 
     def undrafted(self, burst: Burst) -> list[Chunk]:
-        """What the draft model lacks of a burst's samples, in waves as in `prefill`."""
+        """Chunks that the draft model lacks of a burst's samples, with their waves."""
         chunks: list[Chunk] = []
         waves: dict[int, int] = {}
         for part, samples in enumerate(burst.rows):
@@ -308,7 +309,7 @@ class Scheduler:
     def ahead(self, burst: Burst) -> Burst | None:
         """The burst that follows one whose results the host has not seen.
 
-        It has the same rows, of which some may have ended by then. None if another
+        It has the same rows; some may have ended by then. None if another
         batch is to follow: samples wait that have their context, a smaller batch serves
         those that are known to be left, or none of them can be.
 
@@ -370,11 +371,11 @@ class Scheduler:
             drafted: whether the draft model was fed with them too.
 
         Raises:
-            ConstraintError: the sample's constraint cannot go on; the tokens are
-                recorded.
+            ConstraintError: the sample's constraint allows no next token; the tokens
+                are recorded.
         """
         assert sample.own is not None
-        # The keys of the fed tokens are in the cache: all but that of the last one.
+        # The keys of all tokens except the last one were fed and are in the cache.
         # The first token that is fed after a start is the last one of the context.
         fed = [sample.last, *tokens.ids.tolist()[:-1]]
         if sample.position == sample.own.start - 1:
@@ -482,8 +483,8 @@ class Scheduler:
         found.sort(key=lambda item: loads[item[0]])
         found.sort(key=lambda item: -_shared(item[1], len(context)))
         if not self.running:
-            # Nothing will be freed by waiting. A path that is kept takes more pages
-            # than a segment alone.
+            # Waiting would free nothing. A kept path takes more pages than a segment
+            # alone.
             found += [(part, ()) for part in open_parts]
         own = pages_for(sample.remaining)
         for part, path in found:

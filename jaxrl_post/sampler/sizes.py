@@ -150,8 +150,8 @@ class EngineConfig:
     def cache_for_groups(self, samples: int, split: int = 1) -> int:
         """Tokens of a cache for prompts of so many samples: `cache_tokens`.
 
-        There is room for twice the prompts that fill the slots, because the samples of
-        the next ones begin while the longest of the last ones go on.
+        There is room for twice the prompts that fill the slots, because samples of the
+        next prompts begin while the longest of the last prompts still run.
 
         Args:
             samples: samples of a prompt.
@@ -170,8 +170,8 @@ class EngineConfig:
     def cache_for_turns(self, turns: int) -> int:
         """Tokens of a cache that keeps every slot's conversation: `cache_tokens`.
 
-        Beside the tokens, each further turn may leave two pages partly filled: that of
-        the answer before it, and that of what it adds.
+        Each further turn may also leave two pages partly filled: the last page of the
+        answer before it, and the last page of its own messages.
 
         Args:
             turns: maximum turns of a conversation.
@@ -186,7 +186,7 @@ class EngineConfig:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """Padded numbers of tokens of a sequence in a prefill call, ascending."""
-        # A chunk fills whole pages, but for the last one of a segment.
+        # A chunk fills whole pages, except the last one of a segment.
         whole = max(1, min(self.prefill_tokens, LARGEST_CHUNK) // PAGE)
         return _powers(PAGE, PAGE * min(whole, pages_for(self.max_length)))
 
@@ -310,5 +310,5 @@ def _bucket(buckets: tuple[int, ...], length: int) -> int:
 
 
 def _whole(pages: int) -> int:
-    """As many pages or more: of many, a multiple of `WHOLE_PAGES`."""
+    """Rounds many pages up to a multiple of `WHOLE_PAGES`; keeps small numbers."""
     return pages if pages <= WHOLE_PAGES else -(-pages // WHOLE_PAGES) * WHOLE_PAGES

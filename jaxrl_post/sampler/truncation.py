@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p keep, found without sorting the vocabulary.
+"""Finds the tokens that top-k, top-p and min-p keep, without sorting the vocabulary.
 
 The likeliest 128 tokens of a row nearly always hold all that is kept, and then tell the
 least of it. Otherwise the bits of the least kept logit are found one by one: each takes
@@ -18,7 +18,7 @@ __all__ = ["CANDIDATES", "Likeliest", "SamplingArrays", "least_kept", "likeliest
 
 # Tokens of a row that are looked at first.
 CANDIDATES = 128
-# Tokens of a block, of which the largest is found first.
+# Tokens of a block; the largest of each block is found first.
 BLOCK = 128
 
 
@@ -64,7 +64,7 @@ def likeliest(
         blocks = jnp.pad(scaled, none, constant_values=-jnp.inf)
         blocks = blocks.reshape(-1, BLOCK, rows)
         _, chosen = jax.lax.top_k(blocks.max(axis=1).T, most)
-        # In their order, so that of equal logits the first comes first.
+        # In their order, so that the first of equal logits comes first.
         chosen = jnp.sort(chosen, axis=1)
         inside = jnp.take_along_axis(
             blocks.transpose(2, 0, 1), chosen[:, :, None], axis=1
@@ -123,14 +123,14 @@ def least_kept(
     ranks = jnp.arange(mass.shape[1], dtype=jnp.int32)
     keep = (ranks < most[:, None]) & (before < limit[:, None])
     keep = keep.at[:, 0].set(True)
-    # All of them are kept: so may be others.
+    # All of them are kept, so others may be kept too.
     unknown = keep[:, -1] & ~whole
     least = jnp.min(jnp.where(keep, found.logits, jnp.inf), axis=1)
     least = jnp.where(whole, -jnp.inf, least)
 
     def search() -> Array:
         def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Halves what lies between a number below the least and a kept one."""
+            """Halves the interval between a number below the least and a kept one."""
             below, kept = ends
             width = kept.astype(jnp.uint32) - below.astype(jnp.uint32)
             middle = below + (width // 2).astype(jnp.int32)
@@ -148,7 +148,7 @@ def least_kept(
 
     anywhere = unknown.any()
     if axes:
-        # All devices search or none: the sums are among them.
+        # All devices search or none, since the sums are over all of them.
         mesh = jax.sharding.get_abstract_mesh()
         anywhere = jax.lax.pmax(anywhere.astype(jnp.int32), mesh.axis_names) > 0
     searched = jax.lax.cond(anywhere, search, lambda: least)

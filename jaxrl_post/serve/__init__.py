@@ -1,1 +1,1 @@
-"""Interfaces of others to the sampler: an HTTP server that speaks OpenAI's API."""
+"""Interfaces of other programs to the sampler: an HTTP server with OpenAI's API."""

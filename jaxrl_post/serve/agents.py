@@ -39,7 +39,7 @@ __all__ = ["AgentServer", "Agents"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Name of the part of a reward that agents post, beside an environment's own parts.
+# Name of the reward part that agents post, in addition to an environment's own parts.
 POSTED = "posted"
 # Seconds for what the server's own thread has to do.
 LOOP_S = 60.0
@@ -51,7 +51,7 @@ IDLE_S = 0.01
 
 @dataclass
 class AgentServer:
-    """The server, in a thread beside the trainer.
+    """The server, in a thread of the trainer's process.
 
     Attributes:
         served: the model; its service is not started, but pumped by `Agents`.
@@ -242,7 +242,7 @@ class Agents:
             why = "its agent was stopped at --rollout.reward-deadline-s"
         elif outcome.step is None:
             why = f"its agent has failed ({outcome.kind})"
-        # A call that is still under way, or one of a thread that the agent left, is
+        # A call that is still running, or one of a thread that the agent left, is
         # refused with this reason or, later, because there is no such episode: no later
         # episode has its name.
         task, name = self._running.pop(sample)
@@ -270,11 +270,11 @@ def _episode(
     outcome: Outcome,
     decode: Callable[[Sequence[int]], str],
 ) -> Episode:
-    """What was served, as an episode; each branch is a sequence of its own."""
+    """Builds an episode from the served turns; each branch is a sequence of its own."""
     turns: list[Turn] = []
     segments: list[int] = []
     most = 0 if recording.sampling is None else recording.sampling.max_tokens
-    # Numbers of the recording, in the order of serving, to those of the episode.
+    # The recording's numbers, in the order of serving, to the episode's.
     numbers: dict[int | None, int] = {}
     for branch in recording.branches():
         segments.append(len(turns))
@@ -337,17 +337,17 @@ def _episode(
 
 
 def _posted(recording: Recording) -> dict[str, float]:
-    """What was posted, as a part of the reward beside those of the environment."""
+    """The posted rewards, as a part in addition to the environment's."""
     posted = recording.reward + sum(recording.rewards.values())
     return {POSTED: posted} if posted else {}
 
 
 def _unfair(episode: Episode, recording: Recording, step: Step) -> str:
-    """Why rewards cannot be told to the players of an episode; "" if they can."""
+    """Says why rewards cannot be split among an episode's players; "" if they can."""
     players = list(episode.last_turns)
     for name in step.players:
         if not name or name not in players:
-            spoke = ", ".join(filter(None, players)) or "nobody by a name"
+            spoke = ", ".join(filter(None, players)) or "no player with a name"
             return (
                 f"players: {name!r} is rewarded, but had no turn in this episode, in "
                 f"which {spoke} had; reward those who spoke (envs.player_url)"
@@ -355,15 +355,15 @@ def _unfair(episode: Episode, recording: Recording, step: Step) -> str:
     posted = recording.reward, *recording.rewards.values()
     if not sum(map(abs, (*posted, step.reward, *step.players.values()))) <= MOST_FLOAT:
         return (
-            f"reward: must be finite in float32 in total; got {step.reward:g} beside "
+            f"reward: must be finite in float32 in total; got {step.reward:g} and "
             f"{sum(posted):g} that was posted"
         )
     whole = recording.reward + step.reward
     if len(players) > 1 and (whole or step.rewards):
         got = f"parts {dict(step.rewards)}" if step.rewards else f"{whole:g}"
         return (
-            f"reward: the episode has the players {players}, so a reward of all "
-            f"together is nobody's; got {got}. Use Step.players, or POST "
+            f"reward: the episode has the players {players}, so a reward of the whole "
+            f"episode belongs to none of them; got {got}. Use Step.players, or POST "
             ".../players/NAME/reward"
         )
     return ""

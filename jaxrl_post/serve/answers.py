@@ -33,7 +33,7 @@ from jaxrl_post.serve.calls import (
 from jaxrl_post.serve.fields import AllSampling, SamplingFields, StructuredOutputs
 from jaxrl_post.serve.recorded import Recorded
 
-# Most seconds to send how a stream ends whose time is over.
+# Most seconds to send the end of a stream whose time is over.
 LAST_WORDS_S = 5.0
 
 __all__ = [
@@ -177,7 +177,7 @@ def sampling_of(
         alternatives: whether the likeliest tokens are asked for.
 
     Raises:
-        ApiError: a value is out of range, or a stop string has a special token beside
+        ApiError: a value is out of range, or a stop string has a special token and
             other text.
     """
     given = {
@@ -286,7 +286,7 @@ def likeliest(
             others.logprobs[place, :count].tolist(),
             strict=True,
         )
-        # What the constraint forbids is not there.
+        # Tokens that the constraint forbids are left out.
         found.append(
             {t: max(v - shift, LEAST_LOGPROB) for t, v in pairs if v > -float("inf")}
         )

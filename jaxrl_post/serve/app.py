@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what holds for all of them."""
+"""The HTTP application: routes, and checks that all of them share."""
 
 import asyncio
 import hmac
@@ -38,7 +38,7 @@ from jaxrl_post.serve.fields import (
 
 __all__ = ["Access", "make_app"]
 
-# A smaller body is read in no time; a larger one in a thread beside other requests.
+# A smaller body is read at once; a larger one in a thread, while other requests run.
 AT_ONCE_BYTES = 2**16
 # Levels of JSON. llguidance reads as many of a schema.
 MOST_LEVELS = 128
@@ -48,13 +48,13 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # Values in messages of errors.
 SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)
-# What anybody may ask: whether the server is up.
+# Routes without a key: whether the server is up.
 OPEN_ROUTES = ("/health",)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask what.
+    """Rights of clients: the key, and the routes that need it.
 
     Attributes:
         api_key: what clients send as a bearer token; None to ask for none.

@@ -1,4 +1,4 @@
-"""What a handler of a request works with: the served model, and one call of it."""
+"""The served model, and one call of it, for the handlers of requests."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ _LOGGER = logging.getLogger(__name__)
 
 # JSON has no infinity; clients know this number.
 LEAST_LOGPROB = -9999.0
-# Of a message, which may name what a client sent.
+# Most letters of a message, which may quote what a client sent.
 MOST_LETTERS = 2000
 
 
@@ -122,10 +122,10 @@ class Wanted:
     constrain: Callable[[], Constraint] | None = None
 
     def request(self, prompt_id: int) -> Request:
-        """What the sampler is asked for.
+        """Builds the sampler's request.
 
         Args:
-            prompt_id: that no request under way has.
+            prompt_id: an id that no unfinished request has.
         """
         noise = secrets.randbits(32) if self.seed is None else self.seed
         return Request(
@@ -260,7 +260,7 @@ class Served:
     async def compiled(
         self, compile_one: Callable[[], Callable[[], Constraint]], param: str
     ) -> Callable[[], Constraint]:
-        """A constraint, compiled beside other requests, one grammar at a time.
+        """Compiles a constraint while other requests run, one grammar at a time.
 
         Args:
             compile_one: makes it.
@@ -298,9 +298,9 @@ class Served:
 
 
 class Call:
-    """Some prompts under way.
+    """The prompts of one call while they are sampled.
 
-    Of what the sampler tells of a sample only the newest is kept until it is read,
+    Only the newest update of a sample is kept until it is read,
     so a client that reads slowly costs no more memory than one that keeps up.
 
     Args:
@@ -319,7 +319,8 @@ class Call:
         self._served, self._wanted, self._partial = served, wanted, partial
         self._ids: list[int] = []
         self._left = sum(each.count for each in wanted)
-        # By the places of the prompt and of the sample; the service's thread writes.
+        # Keyed by the places of the prompt and of the sample; the service's thread
+        # writes.
         self._news: dict[tuple[int, int], Update] = {}
         self._lock, self._told = threading.Lock(), asyncio.Event()
 
@@ -328,7 +329,7 @@ class Call:
 
         Raises:
             ApiError: the sampler refuses one, too many samples are waiting, or the
-                service has ended. Nothing is under way then.
+                service has ended. Nothing is being sampled then.
         """
         loop, service = asyncio.get_running_loop(), self._served.service
         self.deadline = loop.time() + self._served.timeout_s
@@ -363,7 +364,7 @@ class Call:
         self._ids.clear()
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """News of the samples, with the place of their prompt, until all have ended.
+        """Yields updates of the samples, with the place of their prompt, until all end.
 
         Raises:
             ApiError: a sample failed, the sampler ends, or the time is over.
@@ -384,7 +385,7 @@ class Call:
             yield place, update
 
     async def _next(self) -> tuple[int, Update]:
-        """The newest of a sample, those first of which was told first.
+        """The newest update of a sample, in the order in which samples were updated.
 
         Raises:
             ApiError: the time is over.
@@ -407,7 +408,7 @@ async def collected(
     """The finished samples of each prompt, in order.
 
     Raises:
-        ApiError: as `Call`; or the client has gone, and nobody will read it.
+        ApiError: as `Call`; or the client has gone, and will not read it.
     """
 
     async def gather() -> list[list[Update]]:
@@ -441,9 +442,9 @@ async def collected(
 def logprobs_of(tokens: Tokens, *, constrained: bool) -> np.ndarray:
     """Log-probs as clients get them, float32 [tokens]; all are finite.
 
-    They are those of the full softmax at the request's temperature, as the trainer
-    computes them; under a constraint those among the allowed tokens and, of these,
-    those that top-k, top-p and min-p keep.
+    They are of the full softmax at the request's temperature, as the trainer computes
+    them; under a constraint they are normalised over the allowed tokens that top-k,
+    top-p and min-p keep.
     """
     values = tokens.logprobs - tokens.log_masses if constrained else tokens.logprobs
     return np.maximum(values, LEAST_LOGPROB)

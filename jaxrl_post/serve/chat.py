@@ -61,7 +61,7 @@ class _Asked(answers.Asked):
     async def of(
         cls, served: Served, fields: ChatFields, recorder: Recorder | None
     ) -> "_Asked":
-        """Reads and checks a request; what takes long runs in a thread beside others.
+        """Reads and checks a request; slow work runs in a thread.
 
         Raises:
             ApiError: names what is wrong with it.
@@ -213,7 +213,7 @@ async def _constraint(
         ApiError: it cannot be compiled, or not in time.
     """
     if fields.logprobs:
-        # Made once, for the bytes of tokens.
+        # Made once, to look up the bytes of tokens.
         await asyncio.to_thread(lambda: served.grammars.vocabulary)
     if schemas and fields.tool_choice not in (None, "none", "auto"):
         return await _required(served, fields, schemas, thinking)
@@ -273,7 +273,7 @@ async def _required(
     schemas: Mapping[str, Mapping[str, Any]],
     thinking: bool,
 ) -> Any:
-    """The constraint that a call of a tool, or of the named one, comes."""
+    """The constraint that forces a call of any tool, or of the named one."""
     choice = fields.tool_choice
     if isinstance(choice, ToolChoice):
         name = choice.function.name
@@ -311,7 +311,7 @@ def _ended(reply: Reply, update: Update) -> str | None:
 
 @dataclass
 class _Told:
-    """What a stream has said of a choice."""
+    """State of a stream's choice: what it has sent."""
 
     begun: bool = False
     content: str = ""
@@ -328,7 +328,7 @@ class _Choices:
     told: dict[int, _Told] = field(default_factory=dict)
 
     def piece(self, update: Update) -> dict[str, Any] | None:
-        """What is new in a choice; None for nothing."""
+        """The new part of a choice; None for nothing."""
         told = self.told.setdefault(update.sample_index, _Told())
         served, reply = self.asked.served, self.asked.reply(update)
         delta: dict[str, Any] = {}

@@ -25,7 +25,7 @@ MOST_PROMPTS = 128
 
 @dataclass(frozen=True)
 class _Told:
-    """What a stream has said of a choice.
+    """State of a stream's choice: what it has sent.
 
     Attributes:
         text: of the choice.
@@ -38,7 +38,7 @@ class _Told:
     offset: int = 0
 
     def followed_by(self, served: Served, text: str, ids: Sequence[int]) -> "_Told":
-        """What has been said then.
+        """The state after a further piece.
 
         Args:
             served: the model.
@@ -61,7 +61,7 @@ class _Asked(answers.Asked):
     async def of(
         cls, served: Served, fields: CompletionFields, recorder: Recorder | None
     ) -> "_Asked":
-        """Reads and checks a request; what takes long runs in a thread beside others.
+        """Reads and checks a request; slow work runs in a thread.
 
         Raises:
             ApiError: names what is wrong with it.
@@ -146,7 +146,7 @@ class _Asked(answers.Asked):
             offset: where its text begins in the texts of all tokens.
         """
         choice: dict[str, Any] = {
-            # Those of a later prompt follow.
+            # Indices of a later prompt follow.
             "index": update.sample_index,
             "text": text,
             "finish_reason": answers.reason_of(update.finish_reason),
@@ -213,16 +213,16 @@ async def answer(
 def _check_ids(fields: CompletionFields) -> None:
     """Raises ApiError unless the prompt is the token ids of one conversation.
 
-    An answer that came back as a text would be tokenised anew, and its tokens might not
-    be those that were served.
+    An answer that came back as a text would be tokenised again, and its tokens might
+    differ from the served ones.
     """
     given = fields.prompt
     if not isinstance(given, list) or not given or not isinstance(given[0], int):
         raise ApiError(
             400,
             "prompt: an episode's calls have one prompt, a list of token ids, so that "
-            "what is trained on is what was served; POST /tokenize has those of a "
-            "text, and chats take messages",
+            "training uses what was served; POST /tokenize gives the ids of a text, "
+            "and chats take messages",
             param="prompt",
         )
 

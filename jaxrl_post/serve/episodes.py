@@ -225,7 +225,7 @@ class Episodes:
     async def ended(
         self, http: HttpRequest, served: Served, fields: EndFields
     ) -> Response:
-        """`POST /episodes/ID/end`; the answer is that of GET."""
+        """`POST /episodes/ID/end`; answers as GET does."""
         del served
         recording = self.find(http).recording
         if recording.ended:
@@ -249,7 +249,7 @@ class Episodes:
     async def forgotten(self, http: HttpRequest) -> Response:
         """`DELETE /episodes/ID`."""
         kept = self.find(http)
-        # A call under way finds it ended.
+        # A running call finds it ended.
         kept.recording.end("deleted")
         del self._kept[kept.recording.id]
         return JSONResponse({"id": kept.recording.id, "deleted": True})

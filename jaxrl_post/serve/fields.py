@@ -1,11 +1,11 @@
-"""What clients send: the fields of each request, with their types and ranges.
+"""Fields of each client's request, with their types and ranges.
 
 A field that would change the samples and that the sampler does not have is refused
 unless it asks for nothing. Fields that name no behaviour, such as `user`, are accepted,
 and null is a field left out, as OpenAI's and vLLM's own types have it. A field that is
-not listed is refused by name, since it is most likely misspelt; but for
-the sampling parameters of `/inference/v1/generate`, whose clients send those of every
-server (`GenerateSampling`).
+not listed is refused by name, since it is most likely misspelt; the exceptions are the
+sampling parameters of `/inference/v1/generate`, whose clients send the parameters of
+every server (`GenerateSampling`).
 """
 
 import itertools
@@ -45,7 +45,7 @@ MOST_STOPS = 16
 MOST_MESSAGES = 16_384
 MOST_PARTS = 16_384
 MOST_TOOLS = 1_024
-# Errors that are told.
+# Most errors that an answer names.
 MOST_TOLD = 5
 UNKNOWN = "there is no such field here; is it misspelt?"
 # A body may have a million items, and errors of all of them would take half a minute:
@@ -80,7 +80,7 @@ class _Read(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, given: Any) -> Any:
-        """What is given, without the fields that are null.
+        """Drops the fields that are null.
 
         Raises:
             ValueError: there are so many fields that some cannot be known.
@@ -106,7 +106,7 @@ class _Fields(_Read):
 
 
 class _Loose(_Read):
-    """Fields of which others may be sent too, since templates read them."""
+    """Fields with further ones allowed, since templates read them."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -119,7 +119,7 @@ class JsonSchema(_Loose):
 
 
 class ResponseFormat(_Fields):
-    """Of what form the answer has to be."""
+    """Form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -134,7 +134,7 @@ class ResponseFormat(_Fields):
 
 
 class StructuredOutputs(_Fields):
-    """Of what form the answer has to be, as vLLM writes it; one of them."""
+    """Form that the answer must have, as vLLM writes it; one of its fields is given."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -150,7 +150,7 @@ class StructuredOutputs(_Fields):
 
 
 class StreamOptions(_Fields):
-    """What a stream has beside the answer."""
+    """Options of a stream, in addition to the answer."""
 
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, _neutral(False)] = False
@@ -202,7 +202,7 @@ class SamplingFields(AllSampling):
     return_tokens_as_token_ids: Annotated[bool, _neutral(False)] = False
     kv_transfer_params: Nothing = None
     vllm_xargs: Annotated[Any, _neutral({})] = None
-    # They name no behaviour.
+    # These fields ask for no behaviour.
     user: Any = None
     metadata: Any = None
     store: Any = None

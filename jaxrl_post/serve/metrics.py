@@ -1,4 +1,4 @@
-"""What the server counts, for `/metrics`."""
+"""Counters of the server, for `/metrics`."""
 
 from prometheus_client import (
     CollectorRegistry,

@@ -1,4 +1,4 @@
-"""From the messages of a request to the tokens of the prompt."""
+"""Renders the messages of a request to the tokens of the prompt."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -14,7 +14,7 @@ __all__ = ["Recorded", "Recorder", "open_episode"]
 
 @dataclass(frozen=True)
 class Recorder:
-    """Who records the answers of a call.
+    """Recorder of the answers of a call.
 
     Attributes:
         recording: the episode.
@@ -51,7 +51,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A call under way whose answers are recorded.
+    """A running call whose answers are recorded.
 
     Attributes:
         recording: the episode.
@@ -90,11 +90,11 @@ class Recorded:
 
 
 def sampled_as(asked: SamplingParams, recording: Recording) -> SamplingParams:
-    """What a request may choose of how to sample, while the rest is the run's."""
+    """Joins a request's own sampling options with the run's."""
     trained = recording.sampling
     if trained is None:
         return asked
-    # What is trained is the policy at the run's temperature and cuts.
+    # Training is of the policy at the run's temperature and cuts.
     return replace(
         trained,
         max_tokens=min(asked.max_tokens, trained.max_tokens),

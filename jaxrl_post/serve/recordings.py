@@ -1,16 +1,16 @@
-"""What an agent was served in one episode: a tree of sampled turns.
+"""Records the turns that an agent was served in one episode, as a tree.
 
 An agent sends a whole conversation each time. It is compared, message by message, with
-the conversations that were served. If it continues one of them, the prompt is the
-tokens of that one and those of the new messages (`data/bridges.py`): the served tokens
+the conversations that were served. If it continues one of them, the prompt is its
+tokens followed by the tokens of the new messages (`data/bridges.py`): the served tokens
 stay as they are. If it continues one that was continued before, it is a branch. If it
 continues none, because an answer or the beginning was edited, a new segment begins with
 a prompt of its own.
 
-Or it sends token ids, which are the prompt as they are. This prompt, like that of a
-conversation, continues the last answer up to whose end it has the tokens that were
-served. If it departs from them further on, it is a branch, and tokens of an edited
-answer are context in it.
+Or it sends token ids, which are the prompt as they are. This prompt, like a
+conversation's, continues the last answer up to whose end it has the served tokens. If
+it departs from them further on, it is a branch, and tokens of an edited answer are
+context in it.
 
 Of an episode with players, each one's calls are compared with its own alone.
 """
@@ -75,7 +75,7 @@ class Begun:
 
     @property
     def call(self) -> tuple[str, tuple[int, ...], int]:
-        """What no other call of the episode has."""
+        """Identifies the call within its episode."""
         return self.player, self.prompt, self.number
 
 
@@ -89,10 +89,11 @@ class Recording:
         turns: what was served, in the order in which it ended.
         rewards: by turn.
         reward: of the episode as a whole.
-        ended: why it ended; "" while it goes on.
+        ended: why it ended; "" while it is open.
         counts: calls by kind.
         calls: number of calls that began, by player; "" for calls of none.
-        sampling: how to sample, whatever the agent asks for; None to do as it asks.
+        sampling: how to sample, in place of what the agent asks for; None to do as it
+            asks.
         most_turns: calls that are answered; None for no limit.
         prompts: how often a player had a prompt, by `_digest`.
         running: answers that are still to come, by player, prompt and number of a call.
@@ -341,7 +342,7 @@ class Recording:
         return tree.branches(self.turns)
 
     def to_json(self) -> dict[str, Any]:
-        """The episode for whoever trains on it."""
+        """The episode as JSON, for a trainer."""
         return {
             "id": self.id,
             "ended": self.ended,
@@ -382,7 +383,7 @@ class Recording:
         if len(self.turns) < most:
             had = (
                 f"episode {self.id} has had {len(self.turns)} of its {most} turns, "
-                f"{running} are under way, and the call asks for {count}"
+                f"{running} are running, and the call asks for {count}"
             )
         raise EndedError(f"{had} (--rollout.max-turns)")
 
@@ -408,22 +409,22 @@ class Recording:
 
 
 def _digest(prompt: tuple[int, ...]) -> bytes:
-    """What tells prompts apart, in 32 bytes.
+    """Hashes a prompt, to tell prompts apart in 32 bytes.
 
     A recording is kept until its episode ends, and prompts grow with every turn: kept
     whole, as tuples, they took sixty times as much memory as the turns. Two prompts
     have the same digest with a probability of 2**-256, which no number of calls makes
-    likely; and nobody can look for two, as the best attack on BLAKE2b takes 2**128
-    trials. Token ids are below 2**31, so their bytes are theirs alone.
+    likely; and a search for two is out of reach, as the best attack on BLAKE2b takes
+    2**128 trials. Token ids are below 2**31, so their bytes are theirs alone.
     """
     ids = np.asarray(prompt, np.int32)
     return hashlib.blake2b(ids.tobytes(), digest_size=32).digest()
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """What makes a message the same: not ids, nor an answer's reasoning or space.
+    """Key by which messages are equal: without ids, an answer's reasoning and space.
 
-    Nor an answer's name: frameworks give it one when they send it back.
+    An answer's name is left out too: frameworks give it one when they send it back.
     """
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):

@@ -1,4 +1,4 @@
-"""One sampler for many callers: the thread that runs it, and what callers hand in."""
+"""One sampler for many callers: the thread that runs it, and the callers' requests."""
 
 import dataclasses
 import itertools
@@ -28,13 +28,13 @@ class ClosedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """News of a sample.
+    """A sample's progress.
 
     Attributes:
         sample_index: which sample of the request.
         tokens: all that it has sampled so far.
         alternatives: of these tokens; None if not asked for.
-        finish_reason: why it ended; None while it goes on.
+        finish_reason: why it ended; None while it is running.
         error: what was wrong, if it failed; else "".
         refused: whether it failed because the sampler does not take such a request, or
             by the request's own constraint.
@@ -109,7 +109,7 @@ class Service:
     order in which they came.
 
     Args:
-        sampler: used by the service's thread alone, but for `check`.
+        sampler: used only by the service's thread, except `check`.
         max_samples: most samples that wait or run; > 0.
 
     Attributes:
@@ -145,7 +145,7 @@ class Service:
         self._thread.start()
 
     def new_id(self) -> int:
-        """A prompt id that no request under way has."""
+        """A prompt id that no unfinished request has."""
         return next(self._ids) % 2**32
 
     def check(self, request: Request) -> None:
@@ -194,7 +194,7 @@ class Service:
         Args:
             sampler: takes the place of the one before, with newer parameters; of the
                 same engine.
-            wait_s: seconds to wait for a request if nothing is under way.
+            wait_s: seconds to wait for a request if nothing is running.
         """
         self._sampler = sampler
         self._round(self._news(0.0 if sampler.busy else wait_s))
@@ -214,11 +214,11 @@ class Service:
             self._suspended = True
 
     def abandon(self) -> None:
-        """Tells everybody who waits that nothing more will come; for `pump`."""
+        """Tells all waiting callers that nothing more will come; for `pump`."""
         self._abandon()
 
     def drain(self) -> None:
-        """Takes no more requests; those under way go on."""
+        """Takes no more requests; running ones continue."""
         with self._lock:
             self._draining = True
 
@@ -248,7 +248,7 @@ class Service:
                 self._round(self._news(0.0 if self._sampler.busy else IDLE_S))
             self._finish(self._sampler.cancel())
         except BaseException as error:
-            # Whoever waits hears of it, and whoever closes the service raises it.
+            # Waiting calls get this error, and closing the service raises it.
             self.error = error
         finally:
             self._abandon()
@@ -329,7 +329,7 @@ class Service:
             )
 
     def _abandon(self) -> None:
-        """Tells everybody who still waits that nothing more will come."""
+        """Tells all callers that still wait that nothing more will come."""
         with self._lock:
             self._draining = self._closed = True
         for item in self._news(0.0):

@@ -1,4 +1,4 @@
-"""From sampled tokens to text, also while a sample goes on."""
+"""Decodes sampled tokens to text, also of unfinished samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from jaxrl_post.sampler.requests import FinishReason
 
 __all__ = ["Texts"]
 
-# What an incomplete character is decoded as.
+# Text of an incomplete character.
 INCOMPLETE = "\ufffd"
 
 
@@ -29,11 +29,11 @@ class Texts:
     keep: tuple[str, ...] = ()
 
     def text(self, ids: Sequence[int], reason: FinishReason | None) -> str:
-        """The text of a sample; of one that goes on, what more tokens cannot change.
+        """The text of a sample; if unfinished, the part that more tokens cannot change.
 
         Args:
             ids: all that was sampled.
-            reason: why it ended; None while it goes on.
+            reason: why it ended; None while it is running.
         """
         ids = list(ids)
         if reason == "stop":

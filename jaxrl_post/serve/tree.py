@@ -1,4 +1,4 @@
-"""The tree of an episode: what continues what, and its paths."""
+"""The tree of an episode's turns, and its paths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

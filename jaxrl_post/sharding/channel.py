@@ -35,7 +35,7 @@ _LAST_FRAMES_S = 5.0
 
 
 class ProcessesError(RuntimeError):
-    """The processes of a run do not find each other, wait in vain, or differ."""
+    """The processes of a run do not find each other, wait too long, or differ."""
 
 
 class _Link:
@@ -178,8 +178,8 @@ class Channel:
                 raise ProcessesError(
                     f"{self._links[index].name} is at the exchange of "
                     f"{frame['at'][1]!r}, number {frame['at'][0]}, and process 0 at "
-                    f"that of {name!r}, number {self._sequence}: they do not run the "
-                    "same program, or not on the same data"
+                    f"{name!r}, number {self._sequence}: they do not run the same "
+                    "program, or not on the same data"
                 )
             found[index] = frame["value"]
         return found

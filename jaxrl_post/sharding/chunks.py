@@ -17,7 +17,7 @@ __all__ = ["Chunks"]
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How rows [rows, length] become chunks [rows * parts, chunk] on a mesh.
+    """Layout of rows [rows, length] as chunks [rows * parts, chunk] on a mesh.
 
     A row is cut into 2 * parts pieces of the same length. Chunk i has the pieces i and
     2 * parts - 1 - i, one from the beginning and one from the end: a causal token of

@@ -1,4 +1,4 @@
-"""JAX's coordination service, in a process of its own beside process 0.
+"""JAX's coordination service, in a process of its own next to process 0.
 
 If the service ran in process 0, that process's death would break the connections of all
 others, and JAX ends a process without its service from C++ code, before it can say why.

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and how they agree.
+"""The processes of a run: finding and connecting them, and agreeing on values.
 
 All processes of a run execute the same program on the same data, each with its own
 devices. What may differ between them, such as a clock, a signal or the arrival of a
@@ -54,7 +54,7 @@ class Processes:
         coordinator: HOST:PORT at which process 0 listens.
         count: number of processes, at least 2.
         index: of this process, from 0.
-        local_devices: ids of this process's devices among those of its host; None for
+        local_devices: ids of this process's devices among its host's; None for
             all of them.
     """
 
@@ -198,8 +198,8 @@ def started(
         yield _clock_remarks(met.clocks)
         exchange("end", None)
     except BaseException as error:
-        # What compiled code raises when another process dies is less clear than what
-        # the channel says about it, which ends this process.
+        # When another process dies, the error of compiled code is less clear than the
+        # channel's, which ends this process.
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(_VERDICT_S)
         met.channel.fail(str(error) or type(error).__name__)
@@ -214,7 +214,7 @@ def started(
 
 
 class _Met(NamedTuple):
-    """What a process has once all others are there.
+    """Connections that a process has once all others have started.
 
     Attributes:
         channel: to the others.
@@ -263,8 +263,8 @@ def _guest(processes: Processes, on_end: OnEnd, deadline_s: float) -> _Met:
 def _clock_remarks(clocks: Mapping[int, float]) -> list[str]:
     return [
         f"the clock of process {index} is {abs(ahead):.0f} s "
-        f"{'ahead of' if ahead > 0 else 'behind'} that of process 0, whose times the "
-        "logs have; set the clocks of both hosts by the same server"
+        f"{'ahead of' if ahead > 0 else 'behind'} the clock of process 0, which times "
+        "the logs; set the clocks of both hosts by the same server"
         for index, ahead in sorted(clocks.items())
         if abs(ahead) > _CLOCKS_S
     ]
@@ -280,7 +280,7 @@ def _initialize(processes: Processes, port: int, deadline_s: float) -> None:
         local_device_ids=processes.local_devices,
         cluster_detection_method="deactivate",
         initialization_timeout=int(deadline_s),
-        # The service that process 0 starts here serves nobody: see `coordination`.
+        # The service that process 0 starts here serves no client: see `coordination`.
         coordinator_bind_address="127.0.0.1:0",
     )
 
@@ -347,7 +347,7 @@ def check_equal(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """Describes the first value that a process has otherwise than process 0."""
+    """Describes the first value in which a process differs from process 0."""
     ours = everyone[0]
     for number, theirs in enumerate(everyone):
         for each in (*ours, *theirs):

@@ -5,9 +5,9 @@ shardings, as between `fsdp8` and `dp2,tp4`. Here every step is one collective w
 result is never larger than it has to be.
 
 The axes of both meshes are products of common factors: 8 = 2 x 4 has the factors 2 and
-4, of which fsdp8 is the product, and dp2 and tp4 are one each. A dimension of an array
-is then split by a list of factors, the slowest first. Only the last factor of a list
-can be taken off, and only a new last one can be put on, like on a stack:
+4; fsdp8 is their product, and dp2 and tp4 are one each. A dimension of an array is then
+split by a list of factors, the slowest first. Only the last factor of a list can be
+taken off, and only a new last one can be put on, like on a stack:
 
     move    from one dimension to another      all-to-all
     join    off a dimension, for good          all-gather
@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How an array gets from one sharding to another.
+    """Steps that move an array from one sharding to another.
 
     Attributes:
         mesh: the mesh of the common factors.
@@ -196,7 +196,7 @@ def _parts(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Any, Any]:
 
 
 def _strides(mesh: Mesh, devices: list[Any]) -> list[Strides]:
-    """How each axis of a mesh steps through a list of its devices."""
+    """Strides of each axis of a mesh through a list of its devices."""
     places = {device: place for place, device in enumerate(devices)}
     grid = np.vectorize(places.__getitem__, otypes=[int])(mesh.devices)
     found = []
@@ -218,7 +218,7 @@ def _strides(mesh: Mesh, devices: list[Any]) -> list[Strides]:
 
 
 def _factors(parts: list[tuple[int, int]]) -> tuple[int, ...] | None:
-    """The sizes of the coarsest mesh of which all axes are products, slowest first."""
+    """Sizes of the coarsest mesh whose products give all axes, slowest first."""
     cuts = sorted({1} | {s for size, stride in parts for s in (stride, stride * size)})
     if cuts[0] < 1 or any(larger % cut for cut, larger in itertools.pairwise(cuts)):
         return None

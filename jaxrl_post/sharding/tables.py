@@ -1,4 +1,4 @@
-"""How a table [vocab, hidden] and its gradient are split over a mesh."""
+"""Splits a table [vocab, hidden] and its gradient over a mesh."""
 
 import math
 from typing import NamedTuple

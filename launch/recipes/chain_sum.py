@@ -27,7 +27,7 @@ def chain_sum() -> RLConfig:
             prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
         ),
         update=UpdateConfig(microbatch_tokens=1024),
-        # AdamW's moments begin anew after the warm start: smaller steps at first.
+        # AdamW's moments restart after the warm start: smaller steps at first.
         optimizer=OptimizerConfig(
             learning_rate=2e-4, warmup_steps=20, schedule="linear", beta2=0.98
         ),

@@ -1,7 +1,7 @@
 """Instructions that a program verifies, learned by a small model on two CPU cores.
 
 The prompts ask for a text in one of 17 ways, such as "Use lowercase letters only". The
-warm start imitates somebody who forgets most of them. With seed 0 the model obeys
+warm start imitates a model that forgets most of them. With seed 0 the model obeys
 16.8 % of 149 held-out prompts before, 85.2 % after 20 steps and 89.9 % after 60. Most
 of those it does not obey ask for words that the text must use.
 """

@@ -1,6 +1,6 @@
 """A small model learns to call a tool, on two CPU cores in minutes.
 
-The warm start imitates somebody who mostly says "?" instead of looking. From the
+The warm start imitates a model that mostly says "?" instead of looking. From the
 rewards of whole episodes the model learns to look the key up, again with the key that
 it is told, and to answer with what it was told last. Of 184 held-out keys it knows none
 before, and all after 10 steps, with seeds 0, 1 and 2.
@@ -31,7 +31,7 @@ def lookup() -> RLConfig:
             max_turns=4,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        # AdamW's moments begin anew after the warm start: with larger steps the policy
+        # AdamW's moments restart after the warm start: with larger steps the policy
         # may collapse to empty answers.
         optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
         eval=EvalConfig(every=10, num_tasks=200),

@@ -1,6 +1,6 @@
 """Files as a user has them, learned from by a small model on two CPU cores in minutes.
 
-`jsonl` answers questions about a sentence. The warm start imitates somebody who mostly
+`jsonl` answers questions about a sentence. The warm start imitates a model that mostly
 repeats the sentence; the reward is the F1 of the words. With seed 0 the model answers
 37.0 % of 146 held-out questions before, 99.3 % after 10 steps and all after 20.
 

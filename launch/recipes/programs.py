@@ -1,6 +1,6 @@
 """A small model learns to write programs, on two CPU cores in minutes.
 
-The warm start imitates somebody who mostly forgets parentheses. From what the programs
+The warm start imitates a model that mostly forgets parentheses. From what the programs
 return the model learns to set them. Held out, greedy, with seed 0: `code` is right for
 6 % of 121 functions before, 86 % after 10 steps and all after 20, and `python` for one
 of 200 problems before, 98 % after 10 steps and 99 % after 20.

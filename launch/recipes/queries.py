@@ -1,6 +1,6 @@
 """A small model learns to write SQL, on two CPU cores in minutes.
 
-The warm start imitates somebody who mostly selects all columns. From the rows that its
+The warm start imitates a model that mostly selects all columns. From the rows that its
 queries return the model learns to select what is asked for: with seed 0 it answers none
 of 105 held-out questions before, 92 % after 10 steps and 93 % after 20.
 """

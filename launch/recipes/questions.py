@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["FILES", "files"]
 
 FILES = Path(__file__).parent / "files"
-# Of each file.
+# Rows of each file.
 ROWS = 1600
 # Share of the solutions, which a warm start imitates, that repeat the sentence instead.
 SLIPS = 0.6
@@ -61,7 +61,7 @@ def _question(
 
 
 def _pair(draw: random.Random, sentence: str, asked: list[Asked]) -> dict[str, object]:
-    """Rejected are a wrong answer, that of another question, the sentence, a part."""
+    """A pair; it rejects a wrong or another question's answer, the sentence, a part."""
     (question, [chosen, *_]), (_, [other, *_]) = draw.sample(asked, 2)
     part = chosen[: draw.randrange(1, len(chosen))]
     rejected = draw.choice((_wrong(draw, chosen), other, sentence, part))
@@ -85,7 +85,7 @@ def _steps(draw: random.Random, sentence: str, asked: list[Asked]) -> dict[str, 
 def _solved(
     draw: random.Random, sentence: str, asked: list[Asked]
 ) -> tuple[str, list[str], list[bool]]:
-    """A prompt, the steps of somebody who errs, and which of them are right."""
+    """A prompt, the steps of a solver that errs, and which of them are right."""
     answers = [each[0] for _, each in asked]
     steps = [
         draw.choice([other for other in answers if other != answer])

@@ -1,6 +1,6 @@
 """A small model learns to search before it answers, on two CPU cores in minutes.
 
-The warm start imitates somebody who mostly says "unknown" instead of searching. From
+The warm start imitates a model that mostly says "unknown" instead of searching. From
 the rewards of whole episodes the model learns to ask the tool, and to answer with what
 it found. Of 99 people who are held out it knows the towns of none before, and with
 seed 0 of all after 10 steps.

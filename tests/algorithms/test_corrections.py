@@ -23,7 +23,7 @@ def inside(value, low, high):
     return (low <= value) & (value <= high)
 
 
-# Each correction beside what it makes of one sequence: the raw weights, and the weights
+# Each correction with its result for one sequence: the raw weights, and the weights
 # as applied, of q (proximal) and b (behavior).
 CASES = {
     "truncated_tokens": (

@@ -408,7 +408,7 @@ PARTS = {
     ],
 )
 def test_anchors_are_checked(arguments, message):
-    # What is under the run-time type check of the tests.
+    # Functions under the run-time type check of the tests.
     compose = inspect.unwrap(algorithms.compose)
     with pytest.raises(ValueError, match=message):
         compose(**PARTS, **arguments)

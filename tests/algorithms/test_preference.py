@@ -102,7 +102,7 @@ def log_odds(mean):
     return mean - np.log1p(-np.exp(mean))
 
 
-# Each algorithm beside its loss of a pair: of the summed log-ratios (c, r), the summed
+# Each algorithm with its loss of a pair: of the summed log-ratios (c, r), the summed
 # log-probs (pc, pr) and the lengths (nc, nr) of the chosen and the rejected answer.
 CASES = {
     "dpo": (
@@ -463,7 +463,7 @@ def test_values_at_other_places_of_a_reward_model_may_be_anything():
     assert read.sum() == 2 * len(PAIRS)
     expected = objective(Predictions(values_after=values), batch).loss.sum
     hidden = jnp.where(read, values, jnp.nan)
-    # The incomplete pair's only answer is read by nobody either.
+    # The incomplete pair's only answer is not read either.
     assert objective(Predictions(values_after=hidden), batch).loss.sum == expected
     assert (jnp.where(read, 0.0, gradient(hidden)) == 0).all()
 

@@ -43,7 +43,7 @@ def packed(solutions, rows=1):
 
 
 def values_of(batch, seed=0):
-    """Logits: anything at all, also where nobody judges."""
+    """Logits: anything at all, also where no token is judged."""
     return np.random.default_rng(seed).normal(0, 2, batch.shape).astype(np.float32)
 
 

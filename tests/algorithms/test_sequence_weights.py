@@ -38,7 +38,7 @@ def vespo(p, q, b, a):
     return -(w**k) * np.exp(rate * (1 - w)) * a * p
 
 
-# Of one sequence's log-probs under policy, proximal and sampler, and its advantages.
+# From one sequence's log-probs under policy, proximal and sampler, and its advantages.
 TERMS = {
     "vespo": vespo,
     "luspo": lambda p, q, b, a: clipped(np.exp((p - q).mean()), a),

@@ -1,4 +1,4 @@
-"""What truncated sampling calls for: a tree of two tokens, small enough to sum over.
+"""Kept tokens under truncated sampling, in a tree of two tokens that can be summed.
 
 `docs/decisions/0014-kept-support.md` quotes the numbers.
 """

@@ -129,7 +129,7 @@ def layouts(gapped, lay_out):
 
 
 def sequences_of(batch: TokenBatch):
-    """Where each sequence's counted tokens stand, and what is known of them."""
+    """Places of each sequence's counted tokens, and their inputs."""
     found = []
     arrays = {
         "start": batch.proximal_logprobs,

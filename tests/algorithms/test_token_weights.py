@@ -1,4 +1,4 @@
-"""What a token or a turn is worth moves that token's log-prob, and no other's."""
+"""The advantage of a token or a turn moves that token's log-prob, and no other's."""
 
 import jax
 import jax.numpy as jnp

@@ -90,7 +90,7 @@ def test_predictions_without_a_teacher_are_refused(unpacked):
 @pytest.mark.parametrize(
     ("k", "tail", "expected"),
     [
-        # Of p = (4, 2, 1, 1) / 8 against 1/4 each.
+        # For p = (4, 2, 1, 1) / 8 against 1/4 each.
         (1, "bucket", 0.5 * np.log(2) + 0.5 * np.log(2 / 3)),
         (1, "renormalize", 0.0),
         (2, "bucket", 0.5 * np.log(2) + 0.25 * np.log(0.5)),

@@ -18,7 +18,7 @@ PROGRAMS = {
 
 
 def told(folder: Path, **programs: str) -> list[str]:
-    """What is told on a machine with these programs alone, each a shell script."""
+    """Output on a machine with only these programs, each a shell script."""
     needed = {name: f'exec {shutil.which(name)} "$@"' for name in ("sh", "id", "cat")}
     for name, script in (needed | programs).items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")

@@ -8,8 +8,8 @@ from typing import get_args
 
 from jaxrl_post import algorithms, losses
 
-# What each hyperparameter is. A new one is added here, after a look at whether its idea
-# has a name already.
+# Meaning of each hyperparameter. A new one is added here, after a look at whether its
+# idea has a name already.
 GLOSSARY = {
     "accept_k1_loss": "take kl.k1 as a loss all the same",
     "alpha": "exponent of a divergence, or of a length",
@@ -100,7 +100,7 @@ GLOSSARY = {
     "value_lambda": "of the critic's targets",
     "weights": "of reward components",
     "whiten": "whether advantages are whitened",
-    # Of the host's arithmetic in staleness.capacity.
+    # Parameters of the host's arithmetic in staleness.capacity.
     "accepted": "samples that wait",
     "batch_size": "samples of a step",
     "concurrency": "samples in flight at most",

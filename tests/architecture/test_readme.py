@@ -1,4 +1,4 @@
-"""What README.md shows works."""
+"""The commands and code of README.md work."""
 
 import re
 import shlex

@@ -19,7 +19,7 @@ def under(section: str, rules: dict[str, str]) -> dict[str, str]:
     return {f"{section}.{name}": rule for name, rule in rules.items()}
 
 
-# Of every number, and of every option that may change; "any" has no range of its own.
+# Ranges of every number, and options that may change; "any" has no range of its own.
 OPTIMIZER = {
     "learning_rate": "greater than 0",
     "warmup_steps": "at least 0",
@@ -227,7 +227,7 @@ def configuration(kind: type) -> Any:
 
 
 def may_change(config: Any, name: str) -> bool:
-    """Whether a run goes on in which the option had another value."""
+    """Whether a run resumes if the option had another value."""
     if not isinstance(config, RunConfig):
         return False
     saved: Any = asdict(config)

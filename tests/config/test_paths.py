@@ -1,4 +1,4 @@
-"""What the system says of a path is said with the option that held it."""
+"""Errors of the system for a path name the option that held it."""
 
 import dataclasses
 import errno
@@ -88,7 +88,7 @@ def test_an_empty_path_is_shown():
 )
 def test_a_path_that_the_system_refuses_is_named_with_its_option(option, config):
     if isinstance(config, RLConfig):
-        # What they need beside the path is not looked at.
+        # Other options that they need are not checked.
         check = check_paths
     elif isinstance(config, EvaluateConfig):
         check = check_evaluation

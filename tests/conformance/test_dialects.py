@@ -409,7 +409,7 @@ def test_dialects_disagree_on_the_same_batch():
         for name, made in DIALECTS.items()
     }
     assert losses.pop("trl_grpo with all its options") == losses["trl_grpo"]
-    # Beside the advantages, NeMo RL and OpenRLHF differ in the gradient alone.
+    # Apart from the advantages, NeMo RL and OpenRLHF differ only in the gradient.
     assert losses.pop("nemo_rl_grpo") == losses["openrlhf_grpo"]
     assert losses.pop("nemo_rl_cispo") == losses["verl_cispo as it comes"]
     assert len({round(loss, 4) for loss in losses.values()}) == len(losses)

@@ -13,7 +13,7 @@ from jaxrl_post.losses.credit.whitening import whitened
 
 ALL = jnp.ones((1, 3), bool)
 GAP = jnp.array([[True, True, False, True, True]])
-# What the critic says at the gap must not matter.
+# The critic's value at the gap must not matter.
 VALUES = jnp.array([[0.1, 0.2, 999.0, 0.4, 0.5]])
 DISCOUNTS = {"gamma": 0.99, "lambda_": 0.95}
 

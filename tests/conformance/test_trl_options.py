@@ -1,4 +1,4 @@
-"""What TRL's GRPO options compute: delta, sequence level, OPSM, entropy, scales."""
+"""TRL's GRPO options, transcribed: delta, sequence level, OPSM, entropy, scales."""
 
 import jax.numpy as jnp
 import numpy as np

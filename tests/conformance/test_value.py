@@ -30,7 +30,7 @@ def test_half_the_larger_squared_error(clip, tokens):
 
 
 def test_the_fraction_that_is_clipped():
-    # Of the four, one is held back, two have moved the wrong way or past the return
+    # One of the four is held back, two have moved the wrong way or past the return
     # and may come back, and one is within the clip.
     values = jnp.array([[0.5, 2.0, -1.0, 0.1]])
     old, returns, mask = jnp.zeros((1, 4)), jnp.ones((1, 4)), jnp.ones((1, 4), bool)

@@ -1,4 +1,4 @@
-"""What a template is given, what it may do, and what it says when it fails."""
+"""Inputs of a template, its permissions, and its errors."""
 
 import datetime
 import enum
@@ -32,7 +32,7 @@ def text_of(template, messages=(USER,), options=None, **more):
     return render_text(templated(template), messages, options or Options(), **more)
 
 
-# What a template is given.
+# Inputs of a template.
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def test_what_cannot_be_continued_is_refused(template, content, prompt, message)
         text_of(template, messages, prompt=prompt, continue_final=True)
 
 
-# What a template may do.
+# Permissions of a template.
 
 
 @pytest.mark.parametrize(

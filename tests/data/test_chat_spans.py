@@ -1,4 +1,4 @@
-"""What the assistant produced in a conversation, found from what templates write."""
+"""Finding the assistant's tokens in a conversation, from what templates write."""
 
 import json
 from pathlib import Path
@@ -330,7 +330,7 @@ def test_no_token_begins_in_a_prompt_and_ends_in_its_turn():
     assert tuple(tokens) == (*first, *again, *tokenizer.encode(":)4<|eos|>"))
     assert produced(tokenizer, [ASK, smile, AGAIN, smile]) == [":)4<|eos|>"] * 2
     prompt, target = answered(tokenizer, [ASK, smile, AGAIN], ":)4")
-    # A prompt is tokenised as a whole, whoever wrote it.
+    # A prompt is tokenised as a whole, for every author.
     assert prompt == render(tokenizer, [ASK, smile, AGAIN])
     assert target == tokenizer.encode(":)4<|eos|>")
 
@@ -400,7 +400,7 @@ def test_a_turn_gets_no_space_from_a_tokenizer_that_puts_one_before_texts(
         assert "".join(map(shown, tokens[mask])) == said.replace(" ", "▁") + "</s>"
         assert not mask[: len(prompt)].any()
         assert answered(tokenizer, [ask], said) == (prompt, tuple(tokens[mask]))
-        # What follows an added token is as in a whole text.
+        # Text after an added token is tokenised as in a whole text.
         [(longer, _)] = conversation(
             tokenizer, [ask, {**turn, "content": said}, ask, {**turn, "content": "a"}]
         )
@@ -427,7 +427,7 @@ def test_texts_that_begin_alike_have_the_tokens_that_they_have_alone(strips, tex
     tokenizer = tokenizer_of("chatml", ["<|im_end|>"], added_tokens=added)
     sampled, before = AsSampled(tokenizer), ""
     for parts in texts:
-        # It goes on from the text before it, or from a part of it.
+        # It continues the text before it, or a part of it.
         text = before[: len(before) // 2 if len(parts) % 3 else None] + "".join(parts)
         assert sampled.encode(text, []) == tokenizer.encode_with_begins(text)
         before = text

@@ -1,4 +1,4 @@
-"""What is learned of a conversation is what a model samples after its prompts."""
+"""Training on a conversation covers what a model samples after its prompts."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def tokenizer_of(template):
 
 
 def texts(tokenizer, messages, **more):
-    """Of each sequence the context and what is learned, from its first turn on."""
+    """The context and the trained texts of each sequence, from its first turn on."""
     found = parts(tokenizer, messages, **more)
     return [(text[: s[0][0]], [text[b:e] for b, e in s]) for text, s in found]
 
@@ -271,7 +271,7 @@ MATRIX = {
     ],
 }
 TEMPLATES = sorted(p.stem for p in (PARITY / "chat_templates").glob("*.jinja"))
-# Of the conversations of each, this many are learned, and the others are refused.
+# This many conversations of each are trained on, and the others are refused.
 LEARNED = {
     "chatml": 4, "command": 0, "command_rag": 0, "command_tool_use": 1, "deepseek": 5,
     "gemma": 3, "generation": 5, "generation_recap": 5, "glm": 7, "harmony": 7,

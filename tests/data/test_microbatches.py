@@ -65,7 +65,7 @@ def test_the_parts_of_a_mesh_have_rows_of_the_same_tokens(rows, least):
 
 
 def test_a_run_needs_few_programs():
-    """Ragged steps of one run, and those of a run whose answers grow tenfold."""
+    """Ragged steps of one run, and steps of a run whose answers grow tenfold."""
     shapes = {
         pack_microbatches(groups(8, seed), 4096, rows=1).shape[1] for seed in range(60)
     }

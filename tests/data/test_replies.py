@@ -207,7 +207,7 @@ def test_a_stream_only_grows(case):
         ("<tool_call>f g\n</tool_call>", GLM),
         ("<tool_call></tool_call>", GLM),
         ("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>.</tool_call>", GLM),
-        # What was cut may have lost arguments.
+        # A cut call may have lost arguments.
         ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", GLM),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', CODER),
         ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n", CODER),
@@ -297,7 +297,7 @@ TYPES = [
     ({"allOf": [{"$ref": "#/$defs/Point"}]}, {"{}": {}}, ["x"]),
     ({"$ref": "#/$defs/Itself"}, {"1": "1"}, []),
     ({"items": {"type": "integer"}}, {"[1]": [1]}, ["1"]),
-    # What is no schema says nothing.
+    # An invalid schema gives no types.
     ({"type": "int"}, {"1": "1"}, []),
     ({"type": [7], "anyOf": 3}, {"1": "1"}, []),
     (True, {"1": "1"}, []),

@@ -1,4 +1,4 @@
-"""What a stream has told of a reply is the beginning of what the whole reply says."""
+"""A stream of a reply is always a prefix of the whole reply."""
 
 import random
 from typing import get_args
@@ -18,7 +18,7 @@ from jaxrl_post.data.replies import (
 
 CALL = '{"name": "f", "arguments": {}}'
 TAGS = ("<tool_call>", "</tool_call>")
-# What replies of a format are made of, whole and broken.
+# Pieces of replies of a format, whole and broken.
 PARTS = {
     "hermes": (
         *(*TAGS, CALL, '{"name": "f", "arguments": {"a": "</tool_call>"}}', "{", '"'),

@@ -134,7 +134,7 @@ def test_what_would_be_too_large_is_refused(name):
     ) as told:
         run(HOSTILE[name], {"x": 1})
     assert len(str(told.value)) < 3000
-    # Of processor time, several times what the slowest takes.
+    # Seconds of processor time, several times what the slowest takes.
     assert time.process_time() - begin < 20
 
 

@@ -1,4 +1,4 @@
-"""What a tokenizer gives its chat template beside the conversation."""
+"""Variables that a tokenizer gives its chat template."""
 
 import datetime
 from pathlib import Path

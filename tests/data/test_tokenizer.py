@@ -255,7 +255,7 @@ def test_truncation_and_padding_of_the_file_are_not_used(directory):
     assert len(Tokenizer.from_directory(directory).encode("12345")) == 5
 
 
-# Beside a model.
+# Next to a model.
 
 
 def test_a_vocabulary_that_exceeds_the_embedding_is_refused():

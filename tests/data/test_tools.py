@@ -65,7 +65,7 @@ def message(row) -> Message:
 
 
 def expected(family: str, conversation: str) -> str:
-    """What transformers makes of a conversation with tools."""
+    """Renderings by transformers of a conversation with tools."""
     (case,) = (
         case
         for case in chats()["cases"]
@@ -102,7 +102,7 @@ def test_a_call_is_read_and_its_result_follows_as_transformers_writes_it(family)
     asked, called, result = map(message, chats()["conversations"]["tool"][:3])
     prompt = codec.render([asked], chats()["tools"])
     options = chat.with_tools(chats()["tools"])
-    # What the model would sample: the template's own way to write the call.
+    # Text that the model would sample: the template's own way to write the call.
     whole = chat.render_text(tokenizer, [asked, called], options, prompt=False)
     open_prompt = chat.render_text(tokenizer, [asked], options)
     # DeepSeek's prompt opens a thought, which the history leaves out.

@@ -155,9 +155,9 @@ def test_what_begins_with_a_whole_context_is_joined_and_other_things_are_not():
     one, other = answer([1, 2], [5]), answer([1, 2], [6, 7])
     longer, alone = answer([1, 2, 3], [8]), answer([], [9, 10])
     units = trees([one, alone, longer, other, alone])
-    # The context of `longer` begins with that of the others.
+    # The context of `longer` begins with the others' context.
     assert [num_tokens(unit) for unit in units] == [2 + 1 + 2 + 2, 2, 2]
-    # What was never sampled is shared up to its last token.
+    # A text that was never sampled is shared up to its last token.
     untrained = Sequence.of([1, 2, 3], [])
     shared = trees([one, Sequence.of([1, 2, 4], []), untrained])
     assert [num_tokens(unit) for unit in shared] == [2 + 1 + 1 + 1]
@@ -230,7 +230,7 @@ def test_branches_of_an_episode_share_the_turns_that_one_of_them_trains():
 
 
 def test_a_chat_that_ends_within_another_keeps_its_last_token():
-    """Of each chat the last answer is trained: all others are context in the next."""
+    """The last answer of each chat is trained: all others are context in the next."""
     chats = [
         turns(*(([10 * n + 1, 10 * n + 2], n == last) for n in range(last + 1)))
         for last in (1, 2, 3)
@@ -288,7 +288,7 @@ def valued(number, ids, mask):
 
 
 def told(places, ids, cut, *arrays):
-    """What a sequence trains: its ids, and values where it is trained."""
+    """Trained part of a sequence: its ids, and values where it is trained."""
     return (ids.tolist(), cut, places.tolist(), [each.tolist() for each in arrays])
 
 

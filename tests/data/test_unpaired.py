@@ -97,7 +97,7 @@ def test_pairs_are_taken_apart_and_equal_answers_count_once():
     "sizes", [[1, 1], [2, 2], [1, 2, 1], [3, 1, 2], [2, 3, 1, 4], [1] * 7]
 )
 def test_every_answer_is_given_once_and_to_another_prompt(sizes):
-    # Interleaved, so that the order of the file is not that of the prompts.
+    # Interleaved, so that the order of the file is not the prompts' order.
     answers = [
         judged(str(group), f"{group}.{place}")
         for place in range(max(sizes))

@@ -1,4 +1,4 @@
-"""What a chat template leaves out is found, counted, and decided about."""
+"""Parts that a chat template leaves out are found, counted, and handled."""
 
 import json
 import logging

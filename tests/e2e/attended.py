@@ -16,7 +16,7 @@ SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Served:
-    """What both environments have.
+    """Base of both environments.
 
     Attributes:
         tool: URL of the tool server.

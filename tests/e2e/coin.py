@@ -50,7 +50,7 @@ class LateCoin(Coin):
     """A coin that takes another time to fall in every process."""
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        # Of this worker's own number, so that no two processes wait alike.
+        # From this worker's own number, so that no two processes wait alike.
         time.sleep(random.Random(f"{os.getpid()} {task.id}").uniform(0, 0.2))
         return super().step(task, conversation)
 
@@ -78,7 +78,7 @@ class Relay:
 
 
 def relayed(task: Task, turns: list[str]) -> Step:
-    """What Relay answers to the last of an episode's turns."""
+    """Relay's answer to the last of an episode's turns."""
     number = zlib.crc32(f"{task.id} {turns}".encode())
     again = (Message("user", f"{number % 10}="),)
     done = len(turns) == 3 or number % 4 == 0

@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def surroundings(devices: int, folder: Path) -> dict[str, str]:
     """Environment variables of a program with so many CPU devices.
 
-    What it compiles is in `folder`, which is nobody else's.
+    Its compiled programs are in `folder`, which belongs to it alone.
     """
     return {
         **os.environ,
@@ -56,7 +56,7 @@ def programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[tuple[subprocess.Popen[str], Path]] = []
 
     def keep_what_is_compiled() -> None:
-        """Of those that ended well: a full disk, too, leaves half a file."""
+        """Only of processes that ended well: a full disk, too, leaves half a file."""
         for process, cache in started:
             if process.poll() is not None:
                 compiled.give_back(cache, ended_well=process.returncode == 0)
@@ -135,7 +135,7 @@ QUICK = (
     "--optimizer.schedule=constant",
 )
 
-# Episodes of several turns that are under way when a step is taken.
+# Episodes of several turns that are unfinished when a step is taken.
 EPISODES = (
     "--env=coin:Relay",
     "--rollout.max-turns=3",

@@ -57,7 +57,7 @@ def test_two_steps_the_second_taken_again(tmp_path):
     for name, value in left.items():
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
-    # What is saved is the quantised base with the change, by itself and merged.
+    # The saved model is the quantised base with the change, by itself and merged.
     config, model = pretrained.load(run / "model")
     lora, adapter = load_adapter(run / "adapter", config)
     expected = matrices(merged(quantize(params), adapter, config, lora))

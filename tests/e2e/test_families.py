@@ -13,7 +13,7 @@ from tests.parity.train_families import train
 pytestmark = pytest.mark.processes
 
 FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
-# Of each kind one; `make parity` does all families (tests/parity/train_families.py).
+# One of each kind; `make parity` does all families (tests/parity/train_families.py).
 # What the others read, compute and write is in tests/parity and tests/pretrained.
 KINDS = (
     "deepseek_v3_fp8",

@@ -1,4 +1,4 @@
-"""kill -9 of whatever a run leans on: no episode is lost, none is counted twice."""
+"""kill -9 of all that a run depends on: no episode is lost or counted twice."""
 
 import contextlib
 import itertools
@@ -42,7 +42,7 @@ COMMON = (
     "--eval.num-tasks=2",
     "--log-samples=10000",
 )
-# What a failed episode may say, by what was killed. A tool server or a judge that comes
+# Errors of a failed episode, by what was killed. A tool server or a judge that comes
 # back costs no episode.
 NAMED = ("the worker process was ended by SIGKILL", "the agent ended with status -9")
 
@@ -141,7 +141,7 @@ def at_work(run: Path, since: float) -> bool:
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether a trainer that is killed now has something to go on from."""
+    """Whether a trainer that is killed now has a checkpoint to resume from."""
     return any(place.name.isdecimal() for place in (run / "checkpoints").glob("*"))
 
 
@@ -175,7 +175,7 @@ def assert_that_nothing_is_lost(program, folder, kind, targets, *, steps, record
                 *COMMON,
             ]
 
-        # Which prompts are drawn, in order; as many as may be under way at the end.
+        # Which prompts are drawn, in order; as many as may be unfinished at the end.
         whole = folder / "whole"
         further = -(-partial // PROMPTS)
         process = program("launch.grpo", *arguments(whole, further))
@@ -229,7 +229,7 @@ def assert_that_nothing_is_lost(program, folder, kind, targets, *, steps, record
         assert [*tasks.values()] == [SAMPLES] * PROMPTS, step
         if not partial:
             assert sorted(map(int, tasks)) == drawn[step - 1], step
-    # Those that are not trained on are under way, and no other was drawn.
+    # All drawn prompts are trained on or unfinished.
     first = {task for step in drawn[: steps + further] for task in step}
     assert {int(task) for task, _ in everything} <= first
 

@@ -65,7 +65,7 @@ PROGRAMS = {
     "process": ("launch.reward", *READ, "--kind=process", "--data.path={steps}"),
     "reward_lora": ("launch.reward", *READ, "--data.path={pairs}", "--lora.rank=4"),
 }  # fmt: skip
-# What eight devices must find as one does, at the first step.
+# Metrics in which eight devices must equal one, at the first step.
 SAME = ("train/loss", "train/grad_norm", "eval/loss", "critic/loss")
 
 
@@ -115,7 +115,7 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 
 def weights(run: Path) -> dict[str, dict[str, np.ndarray]]:
-    """What is trained, by folder and tensor."""
+    """Trained tensors, by folder and tensor."""
     files = {name: run / name / "model.safetensors" for name in ("model", "critic")}
     return {name: load_file(file) for name, file in files.items() if file.exists()}
 
@@ -144,7 +144,7 @@ def assert_folders(run: Path, name: str) -> None:
     assert (run / "critic_adapter").exists() == (name == "ppo_lora")
 
 
-# Of these a variant has the same state and more (an adapter, another divergence), or
+# A variant of these has the same state and more (an adapter, another divergence), or
 # another loss alone; they are in the longer tier.
 PLAINER = {"ppo", "ppo_shared", "reward", "distill", "distill_whole", "lora", "kto"}
 
@@ -275,7 +275,7 @@ def test_a_process_reward_model_finds_wrong_steps(program, inputs, tmp_path):
     assert process.returncode == 0, output
     assert "of 128 solutions, each of another prompt" in output
     found = metrics(run)[90]
-    # A third has no wrong step, and as much is right for whoever finds none.
+    # A third has no wrong step, and a model that finds none scores the same.
     assert found["eval/accuracy"] > 0.7
     assert found["eval/erroneous_accuracy"] > 0.6
     config = json.loads((run / "model" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Runs of several processes equal those of one, and end together."""
+"""Runs of several processes equal a run of one, and end together."""
 
 import json
 import random
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 # Metrics of a clock, and of programs that were compiled.
 OWN = ("time/", "throughput/")
 DEADLINE_S = 1200
-# Of the programs that read a data set.
+# Options of the programs that read a data set.
 READS = (
     "--examples-per-step=8",
     "--update.microbatch-tokens=512",
@@ -191,14 +191,14 @@ def test_a_death_ends_all_and_a_second_start_changes_nothing(
     assert_same_run(expected, run, tolerance=0)
 
 
-# What every program needs beside the options of all; each has another way through the
+# Options that each program needs in addition; each takes another way through the
 # library: a critic, chats, pairs with a reference, an adapter, a sampler's own mesh.
 PROGRAMS = {
     "grpo": ("launch.grpo", (*QUICK, "--algorithm.kl-coefficient=0.01")),
     "ppo": ("launch.ppo", (*QUICK, "--update.minibatches=2")),
     "sft": ("launch.sft", ("--env=coin:Coin", "--max-tokens=32", *READS)),
     "dpo": ("launch.dpo", ("--max-tokens=32", *READS)),
-    # Several turns, of which some are under way when a step is taken.
+    # Several turns, some of them unfinished when a step is taken.
     "episodes": ("launch.grpo", (*QUICK, *EPISODES)),
     "lora": ("launch.grpo", (*QUICK, "--lora.rank=4", "--lora.quantize=int8")),
     "layouts": (

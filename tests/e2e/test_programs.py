@@ -131,9 +131,9 @@ def test_a_sampler_on_a_mesh_of_its_own_gives_the_same_run(run_here, model, tmp_
         assert found[step]["reward/mean"] == expected[step]["reward/mean"]
         assert found[step]["mismatch/token_mult_prob_error"] == pytest.approx(1, 1e-4)
         assert expected[step]["publish/bytes_moved"] == 0
-        # A device gets its quarter of every matrix, of which it had an eighth of the
-        # rows or columns, crosswise: it lacks 1/4 - 1/32 of it. Norms and the biases
-        # of q, k and v, which fsdp does not split, need nothing.
+        # A device gets its quarter of every matrix; it had an eighth of the rows or
+        # columns, crosswise: it lacks 1/4 - 1/32 of it. Norms and the biases of q, k
+        # and v, which fsdp does not split, need nothing.
         matrices = 320 * 32 + 32 * 4 * (8 + 4 + 4) + 8 * 4 * 32 + 3 * 32 * 64
         assert found[step]["publish/bytes_moved"] == 8 * matrices * 7 // 32 * 4
 
@@ -203,7 +203,7 @@ def test_gsm8k_with_a_model_directory(program, model, tmp_path):
     assert f"{data}:61: no field 'answer'" in output
     assert sorted(metrics(run)) == [0, 1, 2]
     assert (run / "report.html").exists()
-    # What the trainer does not know of a checkpoint is in the trained one too.
+    # Files of a checkpoint that the trainer does not know are in the trained one too.
     saved = (run / "model" / "generation_config.json").read_text()
     assert json.loads(saved) == generation
 
@@ -249,7 +249,7 @@ def test_a_full_disk_ends_the_run_with_a_message(
     process = program(
         "launch.grpo",
         *options(run, model, "--steps=4"),
-        # What is written of step 3 stops in the middle of a file.
+        # The write of step 3 stops in the middle of a file.
         largest_file=embedding // 2,
     )
     output = ends(process, code=1)

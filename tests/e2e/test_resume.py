@@ -16,7 +16,7 @@ from tests.e2e.conftest import EPISODES, QUICK
 
 STEPS = 24
 # Every part that has state: updates from an earlier policy, groups that wait; and, in
-# EPISODES, episodes that are under way when a step is taken.
+# EPISODES, episodes that are unfinished when a step is taken.
 UPDATES = (
     "--update.minibatches=2",
     "--update.epochs=2",
@@ -77,7 +77,7 @@ def test_kill_and_resume_is_bit_identical(
 def assert_that_kills_change_nothing(
     program, tmp_path, record_property, kind, *, steps, kill_after
 ):
-    """A run killed after each of these rows ends as one that nobody killed."""
+    """A run killed after each of these rows ends as an uninterrupted one."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = program("launch.grpo", *options(whole, *kind, f"--steps={steps}"))
     output, _ = process.communicate(timeout=1200)

@@ -17,7 +17,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def is_running(pid: int) -> bool:
-    # A zombie that nobody has waited for yet is no running process.
+    # A zombie that has not been waited for yet is no running process.
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"

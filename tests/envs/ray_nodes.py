@@ -1,4 +1,4 @@
-"""A program: a Ray cluster of two nodes, of which one can be killed.
+"""A program: a Ray cluster of two nodes; one of them can be killed.
 
 It prints the cluster's address, and ends when its input ends. It obeys lines: "kill"
 kills the second node as a loss of power would, "add" starts another, and either is

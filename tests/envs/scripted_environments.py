@@ -22,7 +22,7 @@ from jaxrl_post.envs.workers.wire import encode_step
 from jaxrl_post.frames import send_frame
 
 PROMPT = (Message("user", "do something"),)
-# What `Counter` is asked.
+# The prompts of `Counter`.
 COUNT = Task(3, (Message("user", "count"),), "")
 
 
@@ -37,7 +37,8 @@ def said(*turns: str) -> tuple[Message, ...]:
 
 
 def reply(reward: object = 1.0, **metrics: object) -> Step:
-    # What a careless environment builds; the annotations of Step are not enforced.
+    # A step that a careless environment builds; the annotations of Step are not
+    # enforced.
     return Step(reward=reward, done=True, metrics=metrics)  # type: ignore[arg-type]
 
 

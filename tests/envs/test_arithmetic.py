@@ -184,7 +184,7 @@ def test_slips_are_the_first_number_in_the_share_that_was_asked_for():
     # A slip is wrong unless the first number is the largest, one time in three:
     # binomial(2000, 0.3 * 2 / 3) has mean 400 and standard deviation 18.
     assert abs(wrong - 400) < 4 * 18
-    # What is rewarded does not slip.
+    # The rewarded answers do not slip.
     assert grade(environment, tasks[0], tasks[0].reference) == 1.0
     with pytest.raises(ValueError, match=r"slips must be a share in \[0, 1\], got 2"):
         Arithmetic(slips=2.0)

@@ -51,7 +51,7 @@ def test_programs_that_print(options):
     assert step.metrics["passed"] == step.reward
     assert step.metrics["solved"] == 0
     assert judged(options, wrong, ADDED).reward == 0.0
-    # What a test leaves behind is not there in the next one.
+    # A test's leftovers are not there in the next one.
     leaves = (
         "import os\nprint(5 if not os.path.exists('f') else 7)\nopen('f', 'w').close()"
     )

@@ -1,4 +1,4 @@
-"""Whatever a reward function does, the pool answers and goes on, on every host."""
+"""For every act of a reward function the pool answers and continues, on every host."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def wait_until_running(future) -> None:
 
 @pytest.fixture(scope="module")
 def pool(make_pool, scripted):
-    """A pool for steps that harm nobody."""
+    """A pool for harmless steps."""
     with make_pool(scripted.Scripted(), deadline_s=20.0) as pool:
         yield pool
 
@@ -339,7 +339,7 @@ class TestSessions:
         outcome = take(briskly, "one", "a", "hang")
         assert outcome.kind == "timeout"
         assert "innermost_hang" in outcome.error
-        # A later episode under the same name begins anew.
+        # A later episode under the same name starts from its beginning.
         assert take(briskly, "one", "a").step.messages[0].content == "1"
 
     def test_an_episode_whose_session_is_gone_is_taken_again(self, counted):

@@ -126,7 +126,7 @@ EXTRACTED = [
     (r"\boxed{1\,080}", "1080", "1080"),
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", r"\frac{1}{2}"),
     (r"\boxed{\boxed{72}}", "72", "72"),
-    # The last marked answer counts, whichever mark it has.
+    # The last marked answer counts, with either mark.
     ("#### 5\nWait.\n#### 7", "7", "7"),
     (r"\boxed{5} or \boxed{7}", "7", "7"),
     (r"#### 5 or \boxed{7}", "7", "7"),

@@ -1,4 +1,4 @@
-"""Where workers run, as an option says it."""
+"""Hosts of workers, as an option names them."""
 
 import sys
 

@@ -111,7 +111,7 @@ def test_losses_do_not_count_as_crashes(pool_of):
 def test_a_session_goes_on_in_another_worker(pool_of, scripted):
     pool = pool_of(Mortal(losses=1), environment=scripted.Counter())
     outcome = submit(pool, "one").result(PATIENCE_S)
-    # Opening the session anew, and one turn.
+    # Opening the session again, and one turn.
     assert (outcome.kind, outcome.step.reward) == ("ok", 2.0)
 
 

@@ -1,4 +1,4 @@
-"""Which answers to a problem of mathematics are equal."""
+"""Equality of answers to a problem of mathematics."""
 
 import os
 import signal
@@ -78,7 +78,7 @@ RIGHT = [
     ("A", r"\textbf{(A)}"),
     # A break of a line is no space.
     (r"\begin{pmatrix}1\\200\end{pmatrix}", r"\begin{pmatrix} 1 \\ 200 \end{pmatrix}"),
-    # What stands side by side is multiplied, but for a mixed number; units, spaces.
+    # Adjacent factors are multiplied, but for a mixed number; units, spaces.
     ("60", r"\binom{5}{2}\binom{4}{2}"),
     ("12", r"2\binom{4}{2}"),
     ("1", r"2(\frac{1}{2})"),
@@ -151,7 +151,7 @@ WRONG = [
     ("((1,200),(3,400))", "((1,200),(3,401))"),
     (1e-05, "2e-05"),
     (1e-07, r"2 \times 10^{-7}"),
-    # What was not read to its end.
+    # Text that was not read to its end.
     (r"\frac{1}{2}", "\N{EN DASH}\\frac{1}{2}"),
     (r"\frac{1}{2}", r"-$\frac{1}{2}$"),
     ("4", r"4\sqrt(2)"),
@@ -241,7 +241,7 @@ def test_an_unclosed_box_in_a_file_is_a_bad_answer():
 
 
 def test_a_machine_so_busy_that_every_alarm_rings_changes_no_verdict(monkeypatch):
-    # The clock's alarm of math-verify, and of whatever else sets one.
+    # The clock's alarm of math-verify, and of all else that sets one.
     monkeypatch.setattr(
         signal,
         "alarm",

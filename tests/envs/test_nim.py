@@ -80,7 +80,7 @@ def test_an_illegal_move_loses_at_once(said):
     step, _ = played(7, "3", said)
     assert step.players == {"first": 1.0, "second": -1.0}
     assert step.metrics == {"illegal": 1.0, "moves": 2.0}
-    # More than is left; and of whom did not move there is no reward.
+    # More than is left; and a player that did not move has no reward.
     step, _ = played(4, "1", "2", "2")
     assert step.players == {"first": -1.0, "second": 1.0}
     step, _ = played(7, said)
@@ -147,7 +147,7 @@ def test_a_game_that_has_begun_goes_on():
         before = int(opening.removesuffix("=").split()[-1])
         assert heard == f"{left}="
         assert 1 <= before - int(said) - left <= 3
-        # Who takes one stone at a time ends every game.
+        # A player that takes one stone at a time ends every game.
         with answering(lambda *_: "1") as (url, calls):
             step = game.run(each, url)
         assert calls[0][1] == [opening, said, heard]
@@ -202,7 +202,7 @@ def test_names_that_no_path_has_are_refused(name):
 
 @pytest.mark.parametrize("url", ["http://a/episodes/0", "http://a/players/b/v1", ""])
 def test_a_url_of_no_episode_is_refused(url):
-    with pytest.raises(ValueError, match="base_url must be that of an episode"):
+    with pytest.raises(ValueError, match="base_url must be"):
         player_url(url, "first")
 
 

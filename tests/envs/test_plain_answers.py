@@ -1,4 +1,4 @@
-"""What a model wrote is never executed by a scorer of reasoning-gym."""
+"""A scorer of reasoning-gym never executes a model's text."""
 
 import ast
 import time
@@ -231,5 +231,5 @@ def test_a_scorer_that_takes_too_long_is_interrupted(library, monkeypatch):
     hard = "*".join(f"tan({n}*{x})" for n in range(1, 20))
     with pytest.raises(TimeoutError, match=r"^the scorer of intermediate_integration "):
         grade(environment, task, hard)
-    # It goes on for minutes otherwise.
+    # It runs for minutes otherwise.
     assert time.process_time() - began < 5

@@ -161,7 +161,7 @@ def test_a_connection_that_dies_is_made_anew(nodes, scripted):
     ):
         killed = cluster._driver
         judge(pool, 20, 10, killed.kill)
-        # All may have been judged before: then nobody has needed a new one.
+        # All may have been judged before: then no new one was needed.
         killed._process.wait(timeout=START_S)
         judge(pool, 2, 0, lambda: None)
         assert cluster._driver is not killed
@@ -174,7 +174,7 @@ def test_too_few_cpus_are_an_error_that_counts_them(nodes, scripted):
     # The cluster's counts are a few seconds old.
     assert re.search(
         r"no node had 3 CPUs free for a worker within 10 s: the cluster has \d CPUs, "
-        r"of which \d are free\. Ask for fewer workers, or for fewer CPUs for each",
+        r"\d of them free\. Ask for fewer workers, or for fewer CPUs for each",
         str(raised.value),
     )
 

@@ -1,4 +1,4 @@
-"""What counts as a number of somebody's code."""
+"""Values that count as a number from a user's code."""
 
 from decimal import Decimal
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Environments with state: one session an episode, opened anew if it is lost."""
+"""Environments with state: one session per episode, opened again if it is lost."""
 
 from contextlib import nullcontext
 

@@ -65,7 +65,7 @@ def file(tmp_path):
 
 
 def learned(tokenizer, example):
-    """What of an example is learned, and all of it, as texts."""
+    """The trained part of an example, and all of it, as texts."""
     (sequence,) = Chats([example], []).encode(tokenizer, "train", 0)
 
     def text(tokens):

@@ -153,7 +153,7 @@ def test_a_solution_is_one_segment_whose_steps_are_judged_at_their_ends():
         tokens, mask = batch.tokens[0][inside], batch.loss_mask[0][inside]
         assert tokenizer.decode(tokens.tolist()) == text
         assert batch.labels[0][inside][mask].tolist() == labels
-        # What precedes a judged token, that one included, ends with a separator.
+        # The text up to and including a judged token ends with a separator.
         ends = [tokenizer.decode(tokens[: i + 1].tolist()) for i in mask.nonzero()[0]]
         assert all(end.endswith(";\n") for end in ends)
         assert [end.count(";") for end in ends] == list(range(1, len(labels) + 1))

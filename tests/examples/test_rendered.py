@@ -131,7 +131,7 @@ def test_chats_and_pairs_are_looked_at_once(tmp_path, caplog):
 
 @dataclasses.dataclass(frozen=True)
 class Asking(Arithmetic):
-    """Tasks of which some have a rendered prompt."""
+    """Tasks; some have a rendered prompt."""
 
     prompts: tuple[str, ...] = ("1", "<|im_start|>user\n1<|im_end|>\n", "2")
 

@@ -317,7 +317,7 @@ def forest(random, length, depth):
     return positions, ends
 
 
-# Those that "pallas_gpu" computes too: a window and a cap; a cap and sinks.
+# Options that "pallas_gpu" computes too: a window and a cap; a cap and sinks.
 ON_GPU = (1, 4)
 
 

@@ -1,9 +1,10 @@
 """Attention on Hopper GPUs, interpreted: several tiles, wide heads, races, padding.
 
-That it equals the definition is shown in test_attention.py, beside the other
+That it equals the definition is shown in test_attention.py, with the other
 implementations. The tensor cores multiply bfloat16 only. So the error is compared with
-that of the reference in bfloat16, both against the reference in float32 on the same
-numbers. That the kernels compile for a Hopper GPU is shown in test_compiled_for_gpu.py.
+the error of the reference in bfloat16, both against the reference in float32 on the
+same numbers. That the kernels compile for a Hopper GPU is shown in
+test_compiled_for_gpu.py.
 """
 
 import jax
@@ -73,7 +74,7 @@ def test_heads_of_a_group_in_one_block_or_in_several(monkeypatch, enough, parts)
 
 
 def check(batch, length, heads, kv_heads, dim, value_dim, window, softcap, sinks):
-    """The errors of both passes are at most twice those of the reference."""
+    """The errors of both passes are at most twice the reference's."""
     positions, ends = forest(batch, length)
     arrays = operands(batch, length, heads, kv_heads, dim, value_dim, jnp.bfloat16)
     options = {"window": window, "softcap": softcap}

@@ -73,7 +73,7 @@ def test_a_program_that_does_not_fit_is_not_run():
     (line,) = measured(options, *prepare(options, [case]), 1e12, 2.0**20)
     # Scores of 8 heads and 512 x 512 tokens, as float32, are 8 MiB.
     assert line["gib"] > 2**-7
-    assert line["skipped"] == f"needs {line['gib']:.1f} GiB, of which 0.0 are free"
+    assert line["skipped"] == f"needs {line['gib']:.1f} GiB; 0.0 are free"
     assert "ms" not in line
 
 
@@ -121,7 +121,7 @@ def test_a_program_that_cannot_be_compiled_costs_one_line():
 
 
 def test_times_of_a_profile_are_those_of_the_device(tmp_path):
-    """Of its streams or operations; other lines of a plane name them again."""
+    """Lines of its streams or operations; other lines of a plane name them again."""
     plane = """
         planes { name: "%s"
           lines { name: "%s" %s }

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
     reason="needs the compilers for NVIDIA's GPUs: make check-kernels",
 )
-# What XLA must know of an H100.
+# Facts that XLA must know of an H100.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -81,7 +81,7 @@ def _compiled_anew() -> Iterator[None]:
 
 @pytest.fixture
 def dump(tmp_path, monkeypatch) -> Path:
-    """Where Mosaic writes what ptxas says of each kernel."""
+    """Folder into which Mosaic writes ptxas's output on each kernel."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     return tmp_path
@@ -233,8 +233,8 @@ def test_attention(gpu, dump, name):
     text = program.as_text()
     assert text is not None
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
-    # Sums fill the registers, and other numbers of a thread are spilled: those of keys
-    # and of values together, and those of wide heads.
+    # Sums fill the registers, and other numbers of a thread are spilled: the sums of
+    # keys and of values together, and of wide heads.
     wide = shape.head_dim > 192
     both = 64 if shape.head_dim <= 128 else 256
     for kernel, spilled in (
@@ -404,7 +404,7 @@ def text_of(program) -> str:
 
 
 def calls(text: str, kernel: str) -> int:
-    """How many Mosaic kernels of a name the program has."""
+    """Number of Mosaic kernels of a name in the program."""
     return len(re.findall(rf'custom_call_target="mosaic_gpu_v2".*{kernel}', text))
 
 
@@ -438,7 +438,8 @@ def test_a_train_step_of_cut_rows_is_a_ring_of_the_kernels():
     assert calls(text, "attention_forward") == 4
     assert calls(text, "attention_query") == calls(text, "attention_key") == 2
     assert "collective-permute" in text
-    # A device's key/value head has the keys of a chunk, and never those of whole rows.
+    # A device's key/value head has the keys of a chunk, and never the keys of whole
+    # rows.
     assert re.search(r"bf16\[1,1,1024,64\]", text)
     assert not re.search(r"\[1,1,2048,64\]", text)
 

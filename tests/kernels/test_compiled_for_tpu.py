@@ -56,7 +56,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
 EVERY = pytest.mark.all
-# What CI compiles; `make check-kernels` compiles everything.
+# Cases that CI compiles; `make check-kernels` compiles everything.
 PART = {
     *("qwen2.5-0.5b", "llama-3.3-70b, tp8", "deepseek-v3, tp8", "gpt-oss-20b", "odd"),
     "llama-3.1-8b, int8",
@@ -76,7 +76,7 @@ def _compiled_anew() -> Iterator[None]:
 @pytest.fixture(params=[CHIPS[0], *(pytest.param(c, marks=EVERY) for c in CHIPS[1:])])
 def chip(request) -> Mesh:
     """A mesh of one chip of this kind."""
-    plan.load()  # What libtpu reads of the process's environment.
+    plan.load()  # Variables that libtpu reads from the process's environment.
     found = topologies.get_topology_desc(request.param, platform="tpu").devices[0]
     return Mesh([found], ("dp",), axis_types=(AxisType.Auto,))
 
@@ -187,7 +187,7 @@ def test_attention_of_chunks(length, dtype):
 
 
 def calls(text: str, kernel: str) -> int:
-    """How many Mosaic kernels of a name the program has."""
+    """Number of Mosaic kernels of a name in the program."""
     # The name also says which transformation of JAX made the call.
     return len(re.findall(rf"%\w*{kernel}[_.\d]* = .*tpu_custom_call", text))
 
@@ -314,7 +314,7 @@ def test_token_logprob(chip, name, dtype):
 def test_how_much_vmem_a_kernel_needs(
     monkeypatch, compile_one, kernels, name, mebibytes
 ):
-    """Of 60 MiB that the compiler may give to token_logprob, and 56 to attention.
+    """The compiler may give 60 MiB to token_logprob, and 56 to attention.
 
     A v5p has 64. docs/kernels.md has all numbers, to 2 MiB.
     """
@@ -455,7 +455,7 @@ def program_text(program, mesh):
     [
         (2, 64, 512, 512, None),
         (2, 128, 512, 512, "int8"),
-        # Views of a length that nobody chose for the kernels.
+        # Views of a length that was not chosen for the kernels.
         (2, 64, 1500, 1536, None),
         (16, 128, 4010, 4096, None),
         pytest.param(2, 128, 512, 512, None, marks=EVERY),
@@ -535,7 +535,7 @@ def test_a_decoding_step_reads_a_byte_a_weight(weights, code):
         traced = program.function.trace(*program.arguments, **program.static)
         text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
     loop = "\n".join(loop_lines(text))
-    # Gate, up and down, of which a device has half.
+    # Gate, up and down; a device has half of them.
     for shape in ("2048,4096", "4096,2048"):
         assert f"{code}[{shape}]" in loop
         assert not re.search(rf"(?:bf16|f32)\[{shape}\]", loop)

@@ -15,7 +15,7 @@ from jaxrl_post.sharding import create_mesh
 
 NO_TOKEN = np.iinfo(np.int32).max
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-# What bfloat16 leaves of weights and results.
+# Rounding of weights and results in bfloat16.
 ROUNDED = {"rtol": 2**-7, "atol": 2**-7}
 
 

@@ -1,8 +1,8 @@
 """The decode kernel for Hopper GPUs, interpreted: races, sizes, precision, reads.
 
 That it equals the definition is shown in test_decode_attention.py and, over codes, in
-test_quantized_entries.py, beside the other implementations. That it compiles for a
-Hopper GPU is shown in test_compiled_for_gpu.py.
+test_quantized_entries.py, with the other implementations. That it compiles for a Hopper
+GPU is shown in test_compiled_for_gpu.py.
 """
 
 import jax
@@ -69,7 +69,7 @@ def test_without_races(shape, window, sizes):
         assert one.dtype == jnp.float32
     assert jnp.isfinite(found.mixed).all()
     error = (attended(found) - attended(expected))[seen]
-    # What rounding of the weights leaves.
+    # Error from rounding of the weights.
     assert np.linalg.norm(error) <= 2**-8 * np.linalg.norm(attended(expected)[seen])
     sums = [part.top + jnp.log(part.total) for part in (found, expected)]
     np.testing.assert_allclose(sums[0][seen], sums[1][seen], rtol=1e-5, atol=1e-5)
@@ -125,7 +125,7 @@ def test_keys_that_no_query_sees_are_not_read(window, code):
 
 
 def test_bfloat16_is_as_exact_as_its_rounding():
-    """The error against float32 is at most twice that of the XLA program."""
+    """The error against float32 is at most twice the XLA program's."""
     arrays = case(4, 1, 8, 2, 384, 64, 64, jnp.bfloat16)
     scoring = None, 0.125, None
     expected = attended(exact(arrays, scoring))[1:]
@@ -147,7 +147,7 @@ def test_the_work_of_a_block_fits(name):
         sizes = Sizes.of(heads, group * queries, shape.own, widths)
         held = widths.beside_bytes(sizes.queries) + sizes.slots * widths.slot_bytes
         assert held <= WHOLE
-        # A copy is under way while a step computes.
+        # A copy runs while a step computes.
         assert sizes.slots >= min(2, sizes.steps)
         assert sizes.queries * widths.mixed_dim <= 72 * 128
 

@@ -1,7 +1,7 @@
 """The decode kernel for TPUs, interpreted: races, blocks, precision, skipped reads.
 
 That it equals the definition is shown in test_decode_attention.py and, over codes, in
-test_quantized_entries.py, beside the other implementations.
+test_quantized_entries.py, with the other implementations.
 """
 
 import jax
@@ -26,13 +26,13 @@ RACES = pltpu.InterpretParams(detect_races=True)
 
 
 def case(batch, queries, heads, kv_heads, keys, dim, value_dim, dtype=jnp.float32):
-    """Sequences of many lengths, of which the first sees nothing."""
+    """Sequences of many lengths; the first sees nothing."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, keys - queries + 1, batch)
     at = lengths[:, None] + np.arange(queries) - 1
     at[0] = -1
     index = np.arange(keys)
-    # What is behind a sequence's end has no token; half of the rows still hold some.
+    # Entries behind a sequence's end have no token; half of the rows still hold some.
     behind = (index >= (lengths + queries)[:, None]) & (np.arange(batch) % 2 == 0)[
         :, None
     ]
@@ -151,7 +151,7 @@ def test_blocks_that_no_query_sees_are_not_read(window, code):
 
 
 def test_a_place_that_nobody_has_makes_no_block_visible():
-    """Of a group that is not full: its window is not one from the first token on."""
+    """For a group that is not full: its window is not one from the first token on."""
     query, key, value, _, positions = case(1, 3, 4, 2, 512, 32, 128)
     at = jnp.array([[400, 410, -1]], jnp.int32)
     positions = jnp.arange(512, dtype=jnp.int32)[None]
@@ -167,7 +167,7 @@ def test_a_place_that_nobody_has_makes_no_block_visible():
 
 
 def test_bfloat16_is_as_exact_as_its_rounding():
-    """The error against float64 is at most twice that of the XLA program."""
+    """The error against float64 is at most twice the XLA program's."""
     arrays = case(4, 1, 8, 2, 384, 64, 64, jnp.bfloat16)
     query, key, value, at, positions = (np.asarray(a, np.float64) for a in arrays)
     repeated = (np.repeat(each, 4, axis=1) for each in (key, value))

@@ -1,4 +1,4 @@
-"""Which implementation is taken, and what is refused."""
+"""Choice of an implementation, and refusals."""
 
 import inspect
 import io

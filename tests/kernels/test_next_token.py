@@ -36,7 +36,7 @@ def drawn(hidden, weight, uniforms, temperature, *, implementation, **options):
 
 
 def arrays(rows, vocab, width, *, dtype=np.float32, seed=0):
-    """hidden, weight, uniforms, and temperatures of which every fourth is 0."""
+    """hidden, weight, uniforms, and temperatures; every fourth is 0."""
     rng = np.random.default_rng(seed)
     temperature = np.where(np.arange(rows) % 4 == 3, 0, rng.uniform(0.5, 2, rows))
     return (
@@ -48,7 +48,7 @@ def arrays(rows, vocab, width, *, dtype=np.float32, seed=0):
 
 
 def distribution(hidden, weight, temperature, divisor=1.0, softcap=None):
-    """Probabilities [rows, vocab] in float64; those of a greedy row at 1."""
+    """Probabilities [rows, vocab] in float64; a greedy row's at temperature 1."""
     hidden, weight = (np.asarray(array, np.float64) for array in (hidden, weight))
     logits = hidden @ weight.T / divisor
     if softcap is not None:

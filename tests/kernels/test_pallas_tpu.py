@@ -1,7 +1,7 @@
 """Kernels for TPUs, interpreted: races, awkward sizes, precision, skipped work.
 
 That they equal the definitions is shown in test_attention.py and test_token_logprob.py,
-beside the other implementations.
+with the other implementations.
 """
 
 import functools
@@ -144,7 +144,7 @@ def test_attention_is_deterministic():
     [(None, None, False), (50, None, True), (None, 2.0, False), (50, 2.0, True)],
 )
 def test_bfloat16_attention_is_as_exact_as_its_rounding(window, softcap, sinks):
-    """The error against float64 is at most twice that of the bfloat16 reference."""
+    """The error against float64 is at most twice the bfloat16 reference's."""
     positions, ends = forest(1, 280)
     arrays = operands(1, 280, 4, 2, 64, 64, jnp.bfloat16)
     arrays[3] = arrays[3] * (ends > 0)[:, :, None, None].astype(jnp.bfloat16)

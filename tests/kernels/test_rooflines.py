@@ -44,7 +44,7 @@ def test_listed_tiles_are_those_of_the_kernels(row_tokens, window, tile, by_key)
 
 
 def equations(jaxpr):
-    """All equations of a program, those of its inner programs too."""
+    """All equations of a program and of its inner programs."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -111,7 +111,7 @@ def test_a_hopper_kernel_does_what_is_counted(shape, steps):
         every = {}
         for equation in equations(jaxpr):
             every.setdefault(equation.primitive.name, []).append(equation)
-        # What is written once is done by both warpgroups, unless each has a branch.
+        # Code that is written once is run by both warpgroups, unless each has a branch.
         wide = call.params["name"] == "attention_key" and shape.head_dim == 256
         both = 1 if wide else 2
         # Operands lie in tiles of 8 x a row of the swizzle.
@@ -128,7 +128,7 @@ def test_a_hopper_kernel_does_what_is_counted(shape, steps):
             else:
                 staying += size(into) / into.shape[0]
         assert kernel.loaded == number * passing + math.prod(mesh.grid) * staying
-        # One a score, or more; those of rows are few.
+        # One per score, or more; few are per row.
         special = (e.outvars[0].aval for e in every["exp"] + every.get("div", []))
         special = sum(math.prod(a.shape) for a in special if len(a.shape) == 2)
         assert kernel.special == number * both * special

@@ -15,7 +15,7 @@ from jaxrl_post.kernels.token_logprob.rows import logprob_rows
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 
 IMPLEMENTATIONS = ["reference", "xla", "pallas_tpu", "pallas_gpu"]
-# Those that compute with float32.
+# Implementations that compute with float32.
 EXACT = IMPLEMENTATIONS[:3]
 
 
@@ -73,7 +73,7 @@ def both_passes(
     vocab_size=None,
     **options,
 ):
-    """What is returned, (d hidden, d unembedding); `setting` keys the cache."""
+    """Results, (d hidden, d unembedding); `setting` keys the cache."""
     del setting
     options["scaling"] = Scaling(temperature, softcap, vocab_size)
     interpret = options.get("implementation", "").startswith("pallas")
@@ -216,7 +216,7 @@ def test_bfloat16_inputs_give_float32_values_and_bfloat16_gradients():
 
 
 def exact_gradients(hidden, weight, targets, cotangents, softcap=None):
-    """Of what is returned, by hidden and by the unembedding, in float64."""
+    """Gradients of the results, by hidden and by the unembedding, in float64."""
     hidden, weight = np.float64(hidden)[0], np.float64(weight)
     logits, slope = hidden @ weight.T, 1.0
     if softcap is not None:
@@ -241,7 +241,7 @@ def exact_gradients(hidden, weight, targets, cotangents, softcap=None):
     ],
 )
 def test_bfloat16_gradients_are_as_exact_as_their_rounding(implementation, softcap):
-    """The error against float64 is at most twice that of the bfloat16 reference."""
+    """The error against float64 is at most twice the bfloat16 reference's."""
     inputs = arrays(1, 200, 128, 700, dtype=jnp.bfloat16)
     hidden, weight, targets, cotangents = inputs
     weight = (weight * 0.1).astype(jnp.bfloat16)
@@ -254,8 +254,8 @@ def test_bfloat16_gradients_are_as_exact_as_their_rounding(implementation, softc
     )
     for gradient, other, expected in zip(found, rounded, exact, strict=True):
         assert gradient.dtype == jnp.bfloat16
-        # By norm: the largest error is that of one number beside a power of two, where
-        # the spacing of bfloat16 doubles.
+        # By norm: the largest error is at one number next to a power of two, where the
+        # spacing of bfloat16 doubles.
         error, allowed = (
             np.linalg.norm(np.float64(each).reshape(expected.shape) - expected)
             for each in (gradient, other)
@@ -290,7 +290,7 @@ def test_masked_rows_are_zero_and_have_no_gradient_even_where_hidden_is_nan(
     for value in values:
         assert (np.asarray(value)[~np.asarray(mask)] == 0).all()
     assert (np.asarray(d_hidden)[~np.asarray(mask)] == 0).all()
-    # What counts is what a batch of the kept rows alone gives.
+    # The result equals the result of a batch with only the kept rows.
     kept = np.asarray(mask)
     alone = run(
         hidden[kept][None], weight, targets[kept][None], cotangents[:, kept][:, None]
@@ -452,7 +452,7 @@ def test_temperature_is_a_scale_of_the_logits():
 
 
 # 40 columns are split by tp4, 42 are not; a width of 8 is split by fsdp4, 6 is not. The
-# last rows, hence devices, have no work.
+# last rows, and so devices, have no work.
 @pytest.mark.meshes
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def test_a_range_of_several_tiles(monkeypatch):
 
 
 def test_chunks_of_rows_and_of_the_vocabulary_add_up(monkeypatch):
-    # Three blocks of rows, of which the last has none that count, and three chunks of
-    # 256 columns, of which the last begins within the one before.
+    # Three blocks of rows, the last without a row that counts, and three chunks of 256
+    # columns; the last begins within the one before.
     monkeypatch.setattr(pallas_gpu, "CHUNK_ROWS", 256)
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
     inputs = arrays(600, 64, 650)
@@ -154,7 +154,7 @@ def test_chunks_of_rows_and_of_the_vocabulary_add_up(monkeypatch):
 
 
 def test_kept_tokens_of_several_chunks(monkeypatch):
-    # Three chunks of the vocabulary, of which the last begins within the one before.
+    # Three chunks of the vocabulary; the last begins within the one before.
     monkeypatch.setattr(pallas_gpu, "CHUNK_ROWS", 256)
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
     inputs = arrays(300, 64, 650, 640)
@@ -207,7 +207,7 @@ def test_no_access_races_with_another():
 
 
 def plain(settings, kernel, grid, result, results, *, name):
-    """What a kernel computes, as an ordinary program."""
+    """A kernel's computation as an ordinary program."""
     layout, (row_tiles, ranges) = settings.layout, grid
     tile, own = gpu_kernels.COLUMNS, gpu_kernels.OWN_ROWS
 

@@ -82,7 +82,7 @@ def test_help_explains_every_option(module, capsys):
     lines = [line.strip("│ ") for line in text.splitlines()]
     found = [i for i, line in enumerate(lines) if line.startswith("--")]
     assert len(found) > 30
-    # The explanation stands beside a short option, and below a long one.
+    # The explanation is next to a short option, and below a long one.
     alone = [i for i in found if "  " not in lines[i]]
     unexplained = [lines[i] for i in alone if lines[i + 1].startswith("(default")]
     assert not unexplained
@@ -131,7 +131,7 @@ def test_help_of_a_word_shows_what_mentions_it(capsys):
     assert "--help all shows" in text  # an option of the command, no word
     _, found, _ = helped(capsys, grpo, "--help", "Grader")
     assert found == ["--env"]
-    # Other options hold beside it.
+    # Other options hold together with it.
     text, found, _ = helped(capsys, grpo, "--recipe", "sums", "--help", "max-tokens")
     assert "--rollout.max-tokens" in found
     assert "(default: 16)" in text
@@ -328,15 +328,13 @@ def test_a_stopped_run_says_how_to_go_on(capsys):
     assert called(run) == 0
     text = capsys.readouterr().out
     assert re.match("SIGTERM: finishing this step, then saving; again to end", text)
-    assert "stopped after step 2, all of it saved; the same command goes on" in text
+    assert "stopped after step 2, all of it saved; the same command continues" in text
 
 
 def test_a_run_that_was_stopped_in_its_warm_start_says_that_nothing_is_kept(capsys):
     assert called(lambda config, **rest: Outcome(0, False, None, None)) == 0
-    assert capsys.readouterr().out == (
-        "stopped in the warm start, of which nothing is kept; the same command begins "
-        "it anew\n"
-    )
+    text = capsys.readouterr().out
+    assert re.fullmatch("stopped in the warm start.*not saved.*same command.*\n", text)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

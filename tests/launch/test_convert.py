@@ -191,7 +191,7 @@ def test_a_run_whose_model_has_moved(trained, tmp_path, capsys):
 
 
 def test_a_chat_with_a_checkpoint(trained, tmp_path, monkeypatch, capsys):
-    """The model of a finished run, its last checkpoint, and that of one cut short."""
+    """The models of a finished run, of its last checkpoint, and of a run cut short."""
 
     def said(run: Path, *arguments: str) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO("1 + 2?\n"))
@@ -267,9 +267,9 @@ def with_adapter(folder, settings, config, base, head, *, shift):
 def test_an_adapter_and_its_head_are_merged(
     settings, head, saved, kind, trained, tmp_path
 ):
-    """Of a backbone that a critic shares, the policy alone is made.
+    """Only the policy is made of a backbone that a critic shares.
 
-    The base is that of the run: in its dtype, and quantised from that.
+    The base is the run's: in its dtype, and quantised from that.
     """
     folder = tmp_path / "run"
     shutil.copytree(trained / "model", folder / "initial")
@@ -297,7 +297,7 @@ def test_an_adapter_and_its_head_are_merged(
     ("of_run", "wanted"), [("float32", "bfloat16"), (None, "float32")]
 )
 def test_an_adapters_sum_is_rounded_once(of_run, wanted, trained, tmp_path):
-    """From the base in the run's dtype, to that of the export."""
+    """From the base in the run's dtype, to the export's dtype."""
     folder = tmp_path / "run"
     config, given = pretrained.load(trained / "model", dtype="float32")
     # Values that bfloat16 does not hold, where the run has more.

@@ -145,7 +145,7 @@ def test_the_defaults_of_the_model_are_used_and_said(opinionated, tmp_path, caps
     found, rows = results(output)
     assert sampling(found) == (0.5, 3, 0.9, 0.0, 4)
     assert max(row["num_tokens"] for row in rows) == 4
-    # What the sampler lacks is said.
+    # A note names what the sampler lacks.
     assert found["not_done"] == {"repetition_penalty": 1.05}
     printed = capsys.readouterr().out
     assert "generation_config.json asks for repetition_penalty 1.05, which" in printed
@@ -159,7 +159,7 @@ def test_the_defaults_of_the_model_are_used_and_said(opinionated, tmp_path, caps
         ((), (0.0, 0, 1.0, 0.0, 256)),
         (("--temperature=0.7",), (0.7, 0, 1.0, 0.0, 256)),
         (("--sampling-defaults=model",), (0.5, 3, 0.9, 0.0, 4)),
-        # What is given wins, and greedy decoding cuts nothing.
+        # A given option wins, and greedy decoding cuts nothing.
         (
             ("--sampling-defaults=model", "--top-k=0", "--min-p=0.1", "--max-tokens=3"),
             (0.5, 0, 0.9, 0.1, 3),
@@ -200,7 +200,7 @@ def test_failures_are_counted_apart(model, tmp_path, capsys):
     output = tmp_path / "results.json"
     assert run(model, output, "--env=even_length:EvenLength?broken=2") == 0
     found, rows = results(output)
-    # What could not be judged is not solved.
+    # An answer that could not be judged is not solved.
     assert (found["tasks"], found["samples"], found["failed"]) == (6, 6, 2)
     assert found["accuracy"] == sum(row["solved"] for row in rows) / 6
     assert [r["reward"] is None for r in rows] == [True] * 2 + [False] * 4

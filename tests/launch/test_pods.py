@@ -57,7 +57,7 @@ def attempts(
     [
         # A death, another one, then the end of the run.
         ([KILLED, AGAIN, 0], 0, 3),
-        # What an option does wrong, it does wrong every time.
+        # A wrong option fails every time.
         ([1, 0], 1, 1),
         ([2, 0], 2, 1),
         # At some point a person must look.
@@ -99,7 +99,7 @@ def test_tpu_hosts_are_started_again(tmp_path, statuses, soonest, status, calls)
         assert call[:5] == ["compute", "tpus", "tpu-vm", "ssh", "my-tpu"]
         assert {"--zone=a-zone", "--worker=all"} <= set(call)
         [remote] = [part for part in call if part.startswith("--command=")]
-        # What the shell of a host makes of it.
+        # The command as the shell of a host reads it.
         assert shlex.split(remote.removeprefix("--command=")) == [
             "cd", "my code", "&&", ".venv/bin/python", "-m", *RUN,
         ]  # fmt: skip

@@ -44,7 +44,7 @@ CONFIG = ModelConfig(
     qkv_bias=True, tie_embeddings=True,
 )  # fmt: skip
 
-# What makes two steps of a tiny checkpoint of them; all else is as it is written.
+# Options that turn them into two steps of a tiny checkpoint; the rest is unchanged.
 SAMPLED = (
     "--rollout.prompts-per-step=4", "--rollout.samples-per-prompt=2",
     "--rollout.truncated=reward", "--rollout.max-tokens=8", "--steps=2",
@@ -147,7 +147,7 @@ def test_the_commands_of_the_guides_are_taken(program, written, tmp_path, monkey
 
 
 def value_of(config: object, option: str) -> object:
-    """What a configuration has where an option writes."""
+    """The value of a configuration at an option's place."""
     return reduce(getattr, option.replace("-", "_").split("."), config)
 
 
@@ -188,7 +188,7 @@ def test_every_command_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("program", sorted({program for program, _ in COMMANDS}))
 def test_no_command_names_the_settings_of_the_demo(program):
-    """What a checkpoint needs is the default, so no command has to undo the demo's."""
+    """A checkpoint's needs are the defaults, so no command has to undo the demo's."""
     for written in (text for name, text in COMMANDS if name == program):
         assert "warm-start" not in written
         assert "schedule" not in written

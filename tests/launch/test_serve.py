@@ -202,7 +202,7 @@ def test_a_signal_leaves_nobody_hanging(model, number):
                 ends.append(type(error))
 
         def taken():
-            """How many samples the server has taken, and how many have not ended."""
+            """Numbers of samples that the server has taken, and that have not ended."""
             text = httpx.get(f"{program.url}/metrics", timeout=60).text
             found = dict(re.findall(r"^jaxrl_post_(\w+)(?:{.*})? (\S+)$", text, re.M))
             waits = int(float(found["samples_under_way"]))

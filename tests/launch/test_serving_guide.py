@@ -70,6 +70,7 @@ def test_every_status_that_is_sent_is_in_the_table():
     told = {
         int(status) for status in re.findall(r"^\| ([45]\d\d) \|", GUIDE, re.MULTILINE)
     }
-    # Of episodes, which the guide of agents has, of clients that left, and of faults.
+    # Metrics of episodes, which the guide of agents has, of clients that left, and of
+    # faults.
     assert sent - told <= {409, 499, 500}
     assert told <= sent

@@ -46,7 +46,7 @@ some_model = functools.cache(make_model)
 
 @pytest.fixture(autouse=True)
 def one_device():
-    """Models are made on one device, whatever mesh a test set before."""
+    """Models are made on one device, even if a test set a mesh before."""
     before = jax.sharding.get_mesh()
     jax.set_mesh(create_mesh("dp1", jax.devices()[:1]))
     yield
@@ -164,7 +164,7 @@ def test_options_that_make_no_sense_are_refused(config, message):
 
 
 def with_head(head, mesh="dp1", count=1, dtype=jnp.float32):
-    """A model of which every number is random, the head's too."""
+    """A model whose numbers are all random, the head's too."""
     model = some_model()
     config = dataclasses.replace(model.config, head=head)
     grid = create_mesh(mesh, jax.devices()[:count])
@@ -399,7 +399,7 @@ def test_a_quantised_base_takes_the_place_of_the_arrays():
     )
     assert before.keys() == matrices(model.base).keys()
     assert all(leaf.is_deleted() for leaf in before.values())
-    # What is no matrix is shared.
+    # Leaves that are no matrix are shared.
     assert model.base.embedding is opened.params.embedding
     train(model, supervised.next_token, batch_of(), steps=1)
 

@@ -111,8 +111,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     checkpoints.close()
 
 
-# Orbax stops waiting for the other arrays once one has failed; what becomes of them
-# reaches nobody.
+# Orbax stops waiting for the other arrays once one has failed; their outcome is not
+# seen.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):

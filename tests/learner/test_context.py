@@ -17,7 +17,7 @@ from jaxrl_post.sharding import create_mesh, named_shardings
 from jaxrl_post.types import TokenBatch
 from tests import tiny
 
-# Sizes of which no product is that of other ones.
+# Sizes whose products all differ.
 HIDDEN, FFN, ROWS, LENGTH = 88, 104, 2, 8192
 CONFIG = models.ModelConfig(
     "llama",

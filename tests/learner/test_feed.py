@@ -1,4 +1,4 @@
-"""Batches with what an objective reads beside the tokens: KTO's reference point."""
+"""Batches with further inputs of an objective: KTO's reference point."""
 
 import dataclasses
 import functools
@@ -67,7 +67,7 @@ def feed(rows: int, *, swapped: bool = False) -> tuple[Feed, object]:
 
 
 def mean_log_ratio(each: Feed, params) -> float:
-    """Of the mismatched answers, each in a row of its own."""
+    """From the mismatched answers, each in a row of its own."""
     sequences = [
         MISMATCHED.encode(each.tokenizer, "train", index)[0] for index in DRAWN
     ]
@@ -100,7 +100,7 @@ def test_the_reference_point_is_of_all_that_is_drawn(swapped):
 
 
 def test_the_reference_point_is_without_the_routers_losses():
-    """It is 0 where the policy is the reference, whatever the routers' losses are."""
+    """It is 0 where the policy is the reference, for all losses of the routers."""
     model = make_model()
     config = ModelConfig(
         "qwen3_moe", model.config.vocab_size, 16, 24, 1, num_heads=2, num_kv_heads=2,

@@ -43,7 +43,7 @@ def sequences(count: int = 24, seed: int = 0) -> list[packing.Sequence]:
     return made
 
 
-# A learner compiles once, whatever the number of tests that use it.
+# A learner compiles once for all tests that use it.
 @functools.cache
 def make_learner(
     mesh_spec: str, rows: int, dtype, num_devices: int, kl_coefficient: float
@@ -115,7 +115,7 @@ def on_one_device() -> np.ndarray:
 def test_meshes_give_the_losses_and_norms_of_one_device(mesh_spec, on_one_device):
     trace = train(mesh_spec, 20)
     np.testing.assert_allclose(trace, on_one_device, rtol=0, atol=1e-4)
-    # The losses move, so equality is not that of a model that stands still.
+    # The losses move, so equality does not come from a model that stands still.
     assert np.ptp(on_one_device[:, 0]) > 0.1
 
 

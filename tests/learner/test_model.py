@@ -1,4 +1,4 @@
-"""What is refused before anything is compiled."""
+"""Errors that are raised before anything is compiled."""
 
 import dataclasses
 import json

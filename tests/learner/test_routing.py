@@ -77,7 +77,7 @@ def begin(objective=GRPO, **changes):
     learner, state = begin_training(
         model, objective, OptimizerConfig(learning_rate=3e-3), update, num_steps=10
     )
-    # The routers' losses are those of a microbatch: here of the whole batch.
+    # The routers' losses are per microbatch: here per whole batch.
     return dataclasses.replace(learner, microbatch_rows=16), state
 
 
@@ -112,7 +112,7 @@ def test_the_losses_reach_the_routers_and_nothing_of_the_head():
         for layer in grads.layers:
             assert float(jnp.abs(layer.experts.router).max()) > 1e-6
         assert float(jnp.abs(grads.unembedding).max()) == 0.0
-        # What the last layer's experts compute, no router sees.
+        # No router sees the results of the last layer's experts.
         assert float(jnp.abs(grads.layers[-1].experts.down).max()) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""A student beside its teacher: the divergences, their gradients, memory, meshes."""
+"""A student with its teacher: the divergences, their gradients, memory, meshes."""
 
 import functools
 from dataclasses import replace
@@ -46,7 +46,7 @@ def bucket(p, q):
     return kl(*(np.append(t, 1 - t.sum(-1, keepdims=True), -1) for t in top))
 
 
-# Each divergence beside its transcription, of the distributions of teacher and student.
+# Each divergence with its transcription, of the distributions of teacher and student.
 CASES = {
     "forward_kl": (distill.forward_kl, kl),
     "reverse_kl": (distill.reverse_kl, lambda p, q: kl(q, p)),
@@ -77,7 +77,7 @@ def on_device(packed: list[packing.Sequence]):
 
 @functools.cache
 def parameters():
-    """Of student and teacher."""
+    """Logits of student and teacher."""
     return tiny.params(), tiny.params(TEACHER, seed=1)
 
 
@@ -107,7 +107,7 @@ def distributions(config, params, packed) -> np.ndarray:
 
 
 def by_hand(function, *each: np.ndarray) -> np.ndarray:
-    """Of what was predicted before each token that counts, 0 for the others."""
+    """Values of the prediction before each token that counts, 0 for the others."""
     packed = batch()
     found = function(*each)
     aligned = np.concatenate([np.zeros_like(found[:, :1]), found[:, :-1]], axis=1)
@@ -141,7 +141,7 @@ def test_equals_its_transcription(name, chunk_bytes):
 
 @functools.cache
 def gradients(name: str, chunk_bytes: int):
-    """Of the sum of the squares, so that every token has a cotangent of its own."""
+    """Gradient of the sum of the squares, so that every token has its own cotangent."""
 
     def total(params, c):
         divergence = c.predict(params, batch()).divergence

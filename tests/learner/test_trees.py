@@ -1,4 +1,4 @@
-"""Loss and gradients of trees equal those of rows that repeat what is shared."""
+"""Trees and rows that repeat the shared tokens have equal losses and gradients."""
 
 import dataclasses
 import functools
@@ -61,8 +61,8 @@ def branching() -> list[packing.Sequence]:
     """Two prompts with three samples each, whose episodes branch twice.
 
     Of each sample, the first sequence trains two turns. The second is a branch after
-    the first turn, the third one goes on after the second turn, and the last trains the
-    first turn too.
+    the first turn, the third one continues after the second turn, and the last trains
+    the first turn too.
     """
     random = np.random.default_rng(0)
 
@@ -222,7 +222,7 @@ def assert_equal(found, expected):
     for left, right in zip(
         jax.tree.leaves(found.grads), jax.tree.leaves(expected.grads), strict=True
     ):
-        # Of the mean loss.
+        # Gradients of the mean loss.
         left, right = (np.asarray(each) / expected.loss.count for each in (left, right))
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
         largest = max(largest, float(np.abs(right).max()))

@@ -1,4 +1,4 @@
-"""What the contract tests ask about: one case a function, on arrays of one batch."""
+"""Cases of the contract tests: one per function, on arrays of one batch."""
 
 import inspect
 from collections.abc import Callable, Mapping

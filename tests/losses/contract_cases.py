@@ -1,4 +1,4 @@
-"""Every public function of jaxrl_post.losses, beside what the contract tests need."""
+"""Every public function of jaxrl_post.losses, as the contract tests need it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +42,7 @@ from jaxrl_post.metrics import Metric
 from jaxrl_post.types import Array
 from tests.losses.contract import ROWS, Case
 
-# What has no case, and why.
+# Functions without a case, and why.
 EXCEPTIONS = {
     "arguments.checked": "a decorator (test_arguments.py)",
     "ratios.MAX_LOG_RATIO": "a number",
@@ -53,7 +53,7 @@ EXCEPTIONS = {
 
 
 def public_names() -> set[str]:
-    """What the modules of the package say is public, as "module.name"."""
+    """Public functions of the package's modules, as "module.name"."""
     modules = [getattr(losses, name) for name in losses.__all__]
     assert all(isinstance(module, ModuleType) for module in modules)
     return {
@@ -317,7 +317,7 @@ _SEQUENCE_CASES = (
     Case(diagnostics.sampled_entropy, "p q mask", {}, None, "sum"),
     Case(diagnostics.chi_square, "ratio mask", {}, None, "sum"),
     Case(diagnostics.effective_sample_size, "ratio mask ids", {}, None, "sum"),
-    # These count events, and a NaN is none; the loss beside them shows it.
+    # These count events, and a NaN is none; the loss returned with them shows it.
     *(
         Case(function, takes, bounds, None, "sum", nan=False)
         for function, takes, bounds in (

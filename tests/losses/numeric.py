@@ -1,4 +1,4 @@
-"""Derivatives of float64 transcriptions, to compare those of the losses with."""
+"""Derivatives of float64 transcriptions, to compare with the losses' derivatives."""
 
 from collections.abc import Callable
 

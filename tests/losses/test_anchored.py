@@ -24,7 +24,7 @@ def exo(h):
     return q * np.log(q / (1 - SMOOTH)) + (1 - q) * np.log((1 - q) / SMOOTH)
 
 
-# Each loss beside its transcription, of the two log-ratios.
+# Each loss with its transcription, of the two log-ratios.
 OF_LOG_RATIOS = {
     "apo_zero": (
         anchored.apo_zero_loss,

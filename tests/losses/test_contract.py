@@ -1,4 +1,4 @@
-"""What every public function of the losses promises, whatever it computes.
+"""The contract that every public function of the losses keeps.
 
 What does not count may hold anything and reaches neither value nor gradient; values are
 float32; jit traces once; vmap, shard_map and packing change nothing.
@@ -24,7 +24,8 @@ from tests.losses.contract_cases import CASES, EXCEPTIONS, public_names
 __all__ = ["example", "poisoned"]
 
 TRACES = Counter()
-# What is compiled here runs a few times on small arrays: compiling is what takes time.
+# Programs that are compiled here run a few times on small arrays: compiling is what
+# takes time.
 jit = partial(
     jax.jit,
     compiler_options={

@@ -63,7 +63,7 @@ def of_top_k(tail, k=2):
     return loss
 
 
-# Each loss beside its transcription in float64, of the two distributions, and the
+# Each loss with its transcription in float64, of the two distributions, and the
 # temperature that made them.
 CASES = {
     "forward_kl": (partial(distill.forward_kl, temperature=T), kl, T),
@@ -257,7 +257,7 @@ def test_the_gradient_shrinks_with_the_square_of_the_temperature():
             ).sum()
         )(student)
 
-    # At a high temperature it is that of the centred logits' squared distance.
+    # At a high temperature it is the gradient of the centred logits' squared distance.
     z, v = (x - x.mean(axis=-1, keepdims=True) for x in (student, teacher))
     np.testing.assert_allclose(1e4 * gradient(100.0), (z - v) / 5, rtol=0.1, atol=2e-2)
 

@@ -34,7 +34,7 @@ def skewed(p, q):
     return BETA * divergence(p, mixture) + (1 - BETA) * divergence(q, mixture)
 
 
-# Each function of two logits and a mask, beside its transcription in float64.
+# Each function of two logits and a mask, with its transcription in float64.
 CASES = {
     "kl": (kl_divergence, divergence),
     "jsd": (partial(jensen_shannon, beta=BETA), skewed),

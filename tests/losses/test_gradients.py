@@ -66,7 +66,7 @@ def clip_cov_transcription(x, p, q, a, mask):
     return np.where(dropped, 0.0, clipped(np.exp(x - q), a))
 
 
-# Each function of p, q, a and the mask beside its transcription of x, p, q, a and mask.
+# Each function of p, q, a and the mask with its transcription of x, p, q, a and mask.
 CASES = {
     "cispo": (
         lambda p, q, a, mask: policy.cispo(

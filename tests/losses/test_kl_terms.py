@@ -1,4 +1,4 @@
-"""What turns a sampled KL value into a KL gradient, and the adaptive coefficient."""
+"""Weights that turn a sampled KL value into a KL gradient; the adaptive coefficient."""
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ def test_gradients_equal_finite_differences():
     def k3(x):
         return np.exp(r - x) - (r - x) - 1
 
-    # What is held constant is held at p.
+    # Constants are held at p.
     transcriptions = {
         "score": lambda x: k3(x) + k3(p) * (x - p),
         "weights": lambda x: np.minimum(np.exp(p - q), 1.5) * k3(x),

@@ -96,7 +96,7 @@ def test_float32_logits_are_in_memory_a_chunk_at_a_time(gradient):
     function = jax.grad(total) if gradient else total
     memory = jax.jit(function).lower(*shapes).compile().memory_analysis()
     whole = 4 * tokens * vocab
-    # Beside what goes in and comes out: a copy in bfloat16 at most.
+    # Apart from inputs and outputs: a copy in bfloat16 at most.
     assert memory.temp_size_in_bytes <= whole / 2 + 2**23
 
 

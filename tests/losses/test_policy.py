@@ -39,7 +39,7 @@ def dual_clipped(ratio, advantages):
     return np.where(advantages < 0, np.minimum(loss, -DUAL * advantages), loss)
 
 
-# Each loss beside its transcription in float64, which sees float64 copies and the mask.
+# Each loss with its transcription in float64, which sees float64 copies and the mask.
 CASES = {
     "clipped": (
         lambda p, q, a, m: policy.clipped_surrogate(

@@ -46,7 +46,7 @@ def without_reference(loss, **hyperparameters):
     return lambda pc, pr, rc, rr, valid: loss(pc, pr, valid, **hyperparameters)
 
 
-# Each function beside its transcription in float64.
+# Each function with its transcription in float64.
 CASES = {
     "log_ratio_margin": (preference.log_ratio_margin, h),
     "alpha_divergence_margin": (

@@ -1,4 +1,4 @@
-"""What is kept and what is dropped; decoupled weights; their chi-square."""
+"""Kept and dropped tokens; decoupled weights; their chi-square."""
 
 import inspect
 from functools import partial

@@ -29,7 +29,7 @@ JITTED = {name: jax.jit(divergence) for name, divergence in DIVERGENCES.items()}
 
 
 def tv(p, q):
-    """Of whole distributions in float64, the entries on the last axis."""
+    """KL of whole distributions in float64, the entries on the last axis."""
     return 0.5 * np.abs(p - q).sum(-1)
 
 

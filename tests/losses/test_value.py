@@ -144,7 +144,7 @@ def test_returns_that_differ_by_rounding_have_no_variance_to_explain():
     assert float(jnp.std(returns)) > 0
     mask = jnp.ones(64, bool)
     assert value.explained_variance(v, returns, mask) == 0
-    # What is more than rounding counts.
+    # Differences above rounding count.
     returns = returns.at[0].add(1e-3)
     assert value.explained_variance(v, returns, mask) < -100
 

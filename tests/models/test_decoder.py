@@ -119,7 +119,7 @@ def test_positions_default_to_counting_and_matter():
 
 
 def gradient(params, config, row, remat="none"):
-    """Of a loss over all logits; and the hidden states."""
+    """Gradients of a loss over all logits; and the hidden states."""
 
     def loss(params):
         hidden = forward(params, config, row, execution=Execution(remat))

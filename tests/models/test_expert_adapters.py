@@ -58,7 +58,7 @@ def plain(tree):
     return jax.tree.map(one, tree, is_leaf=is_matrix)
 
 
-# What multiplies.
+# Products.
 
 
 def test_groups_of_rows_by_hand():
@@ -139,7 +139,7 @@ def test_the_backward_pass_keeps_no_dense_experts(kind):
 
 
 def test_axes_of_parts():
-    """Those of the whole, but for ranks and what has one element."""
+    """Shapes of the whole, except ranks and axes of one element."""
     codes = quantize(tiny.params(CONFIG), "int8")
     policy = adapted(codes, random_adapter(), CONFIG, LORA)
     axes = part_axes(policy.layers[0].experts.down, ("experts", "expert_ffn", None))
@@ -277,7 +277,7 @@ def test_a_mesh_changes_nothing(name, kind):
 
 
 def test_gradient_equals_that_of_the_explicit_sum():
-    """Of the adapter over the quantised base, and of sums over its dense arrays."""
+    """Gradients of the adapter over the quantised base, and over its dense arrays."""
     base, _, found = on_one_device("nf4")
     x = tokens_of()
 
@@ -303,7 +303,7 @@ def test_gradient_equals_that_of_the_explicit_sum():
     )
 
 
-# What is refused.
+# Errors.
 
 
 def test_dora():

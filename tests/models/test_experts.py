@@ -220,7 +220,7 @@ def test_experts_lie_on_their_own_devices():
     shards = params.layers[0].experts.gate.addressable_shards
     assert {shard.data.shape for shard in shards} == {(1, 16, 12)}
     assert len({shard.index[0].start for shard in shards}) == 8
-    # What is not an expert is split as by fsdp.
+    # Leaves other than experts are split as by fsdp.
     assert params.layers[0].attention.query.addressable_shards[0].data.shape[0] == 2
 
 

@@ -1,4 +1,4 @@
-"""Gradients of what many tokens share are summed in float32, whatever the dtype."""
+"""Gradients of parameters that many tokens share are summed in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def pulled_back(cotangent, table, ids):
 
 @pytest.fixture
 def batch():
-    """Ids of which half are 3, and a cotangent of their embeddings, all positive."""
+    """Ids, half of them 3, and a cotangent of their embeddings, all positive."""
     rng = np.random.default_rng(0)
     ids = np.where(rng.random(TOKENS) < 0.5, 3, rng.integers(0, VOCAB, TOKENS))
     cotangent = jnp.asarray(rng.random((TOKENS, WIDTH)) + 0.5, jnp.bfloat16)

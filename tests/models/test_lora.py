@@ -100,7 +100,7 @@ def assert_close(actual, expected, **tolerance):
     jax.tree.map(check, actual, expected)
 
 
-# What an adapter is.
+# Structure of an adapter.
 
 
 def test_scale():
@@ -201,7 +201,7 @@ def test_the_base_is_not_copied():
     assert buffers == own | base
 
 
-# What it computes.
+# Results.
 
 
 def explicit(base, own, scale):
@@ -405,7 +405,7 @@ def test_initialisation_does_not_depend_on_the_mesh():
     assert jax.tree.leaves(found) == jax.tree.leaves(wanted)
 
 
-# What it refuses.
+# Errors.
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ CASES = {
 
 
 def gradient(config, dtype):
-    """Of the summed negative log-likelihood of Zipf-distributed tokens, by path."""
+    """Gradients of the summed NLL of Zipf-distributed tokens, by path."""
 
     def moved(path, leaf):
         # Values that bfloat16 holds, so that both models are the same.

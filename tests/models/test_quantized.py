@@ -107,7 +107,7 @@ def test_nf4_values_are_quantiles_of_the_normal_distribution():
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("nf4", 0.16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_errors_are_within_half_a_step(kind, bound, dtype):
-    """Of the largest in the output, or in the block; rounding to bfloat16 comes on."""
+    """Error relative to the output's or block's largest, plus rounding to bfloat16."""
     weight = jax.random.normal(jax.random.key(1), (128, 6)).astype(dtype)
     wide = np.asarray(weight, np.float32)
     dense = np.asarray(one_matrix(weight, kind).dense(jnp.float32))
@@ -249,7 +249,7 @@ def test_scales_too_few_to_split_are_whole():
     assert gate.scales.shape == (1, 48)
 
 
-# What it refuses.
+# Errors.
 
 
 def test_codes_that_a_mesh_cannot_split_as_the_matrix():

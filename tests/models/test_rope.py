@@ -46,7 +46,7 @@ CASES = {
         ],
         1.0,
     ),
-    # 32 turns in 128 tokens would be dim -0.196, hence 0; 1 turn is dim 1.309, hence 2:
+    # 32 turns in 128 tokens would be dim -0.196, so 0; 1 turn is dim 1.309, so 2:
     # dim 0 stays, dim 1 lies half-way to a quarter, dims 2 and 3 are divided by 4.
     "yarn": (
         config(8, 10000.0, YARN),

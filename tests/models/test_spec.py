@@ -1,4 +1,4 @@
-"""Initial values: one draw a path, whatever the mesh."""
+"""Initial values: one draw per path, on every mesh."""
 
 import dataclasses
 

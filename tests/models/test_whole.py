@@ -1,4 +1,4 @@
-"""Parameters that are trained whole beside an adapter."""
+"""Parameters that are trained in full with an adapter."""
 
 import dataclasses
 

@@ -101,7 +101,7 @@ def _copy() -> Iterator[Path]:
                 shutil.copytree(source, copy / each, ignore=ignored)
             else:
                 shutil.copy(source, copy / each)
-        # What is compiled already need not be compiled again.
+        # Programs that are compiled already need not be compiled again.
         (ROOT / "build").mkdir(exist_ok=True)
         (copy / "build").symlink_to(ROOT / "build")
         yield copy

@@ -38,7 +38,7 @@ def source(cell: dict) -> str:
 
 
 def kinds(cell: dict) -> list[list[str]]:
-    """What a reader sees below a cell: the types of each output."""
+    """Outputs that a reader sees below a cell: the types of each."""
     return [
         sorted(output.get("data", {output.get("name"): None}))
         for output in cell["outputs"]
@@ -124,7 +124,7 @@ def run(path: Path, into: Path, *options: str) -> subprocess.CompletedProcess[st
     ids=lambda path: path.stem,
 )
 def test_runs_afresh(path, tmp_path):
-    # A minute alone, and several beside other tests.
+    # A minute alone, and several with other tests running.
     result = run(path, tmp_path, "--cell-timeout=900")
     assert (result.returncode, result.stderr) == (0, "")
     fresh = code_cells(tmp_path / path.name)

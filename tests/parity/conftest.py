@@ -1,4 +1,4 @@
-"""Where the fixtures are.
+"""Folders of the fixtures.
 
 `make parity` writes fresh ones with torch and transformers and passes their directory;
 without the option the committed ones serve.

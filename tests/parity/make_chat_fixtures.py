@@ -5,8 +5,8 @@ Needs transformers and tokenizers, and nothing of this repository:
     python tests/parity/make_chat_fixtures.py DIRECTORY
 
 writes DIRECTORY/chat.json. The templates are those in chat_templates/: each has what
-the templates of a family have, in words of its own. A case of which transformers says
-that it cannot be rendered is part of the fixture too.
+the templates of a family have, in words of its own. A case that transformers cannot
+render is part of the fixture too.
 """
 # pyright: reportMissingImports=false
 # ruff: noqa: RUF001
@@ -142,11 +142,11 @@ CONVERSATIONS: dict[str, list[Json]] = {
     "null fields": [{**ASK, "tool_calls": None, "name": None}, FOUR],
 }
 
-# Which conversations have tools beside them.
+# Conversations that come with tools.
 WITH_TOOLS = ("question", "tool", "tool with text", "two calls", "three turns")
 DOCUMENTS = [{"title": "Sums", "text": "2+2=4"}, {"title": "<Ü>", "text": "a\nb"}]
 
-# What a template is given beside the conversation: template -> options.
+# Further inputs of a template: template -> options.
 VARIATIONS: dict[str, list[Json]] = {
     "qwen3": [{"enable_thinking": False}],
     "glm": [{"enable_thinking": False}],
@@ -301,7 +301,7 @@ def _loaded(backend: tokenizers.Tokenizer, row: Json) -> Json:
     serialized = json.loads(backend.to_str()) | {
         "post_processor": row["post_processor"]
     }
-    # What a training run leaves behind must not cut or fill a conversation.
+    # Leftovers of a training run must not cut or fill a conversation.
     serialized["truncation"] = {
         "direction": "Right",
         "max_length": 4,

@@ -7,7 +7,7 @@ Needs torch, transformers, numpy and safetensors, and nothing of this repository
 Every weight is random, norms and biases included, and large enough that attention is
 far from uniform: with the usual initialisation a wrong rotation would hardly show.
 
-Beside a checkpoint lies expected.npz: `tokens`, the float32 `logits` of a forward over
+Each checkpoint has an expected.npz: `tokens`, the float32 `logits` of a forward over
 them, and `greedy`, what follows the first `PROMPT` tokens of each row when always the
 likeliest token is taken.
 """
@@ -90,7 +90,8 @@ IMAGE_IDS = {
     "vision_start_token_id": 69,
     "vision_end_token_id": 68,
 }
-# Of a model that sees: its text model's type, where a case does not say, and the rest.
+# For a vision-language model: its text model's type, where a case does not say, and the
+# rest.
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",

@@ -103,7 +103,7 @@ def encode_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     parts = weight.reshape(*weight.shape[:-1], -1, MXFP4_BLOCK)
     largest = np.abs(parts).max(axis=-1)
-    # So that the largest value falls into the largest binade, that of 4 and 6.
+    # So that the largest value falls into the largest binade, with 4 and 6.
     exponents = np.floor(np.log2(largest)) - 2
     codes = _nearest(parts / 2.0 ** exponents[..., None], E2M1)
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4

@@ -1,4 +1,4 @@
-"""Our rendering and our token ids against those of transformers, template by template.
+"""Our rendering and token ids against transformers', template by template.
 
 The fixture was written by make_chat_fixtures.py; `make parity` writes a fresh one.
 """
@@ -108,7 +108,8 @@ def test_what_the_assistant_produced_is_what_transformers_masks(chats):
         tokenizer = tokenizer_of(chats, case["template"])
         found = conversation(tokenizer, messages, options_of(chats, case))
         if [tokens.tolist() for tokens, _ in found] != [case["ids"]]:
-            # What later messages rewrite is learned as it is sampled, before them.
+            # Turns that later messages rewrite are trained on as they are sampled,
+            # before them.
             assert case["template"] == "generation_recap"
             continue
         [(_, mask)] = found
@@ -123,7 +124,7 @@ def test_directories_are_read_as_transformers_reads_them(chats, tmp_path):
         folder = tmp_path / str(number)
         content = chats["tokenizer"] | {
             "post_processor": row["post_processor"],
-            # What a training run left behind must not cut a conversation.
+            # Leftovers of a training run must not cut a conversation.
             "truncation": {
                 "direction": "Right",
                 "max_length": 4,

@@ -17,9 +17,9 @@ from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.pretrained import families as registry
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
-# What caches do differently: windows, local and long rotations, latents, sinks, layers
-# without rotation, experts. The other families' caches hold no more than these, and
-# test_logits.py compares their forward passes.
+# Families whose caches differ: windows, local and long rotations, latents, sinks,
+# layers without rotation, experts. The other families' caches hold no more than these,
+# and test_logits.py compares their forward passes.
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss",
@@ -65,7 +65,7 @@ def test_greedy_continuations_and_their_logprobs(name):
     ]
     found = sorted(engine.generate(params, requests), key=lambda c: c.prompt_id)
     assert [completion.tokens.ids.tolist() for completion in found] == greedy.tolist()
-    # What the trainer says about these tokens, both sequences packed into one row.
+    # The trainer's log-probs of these tokens, both sequences packed into one row.
     sequences = [
         (Sequence.of(request.prompt, completion.tokens.ids.tolist()),)
         for request, completion in zip(requests, found, strict=True)

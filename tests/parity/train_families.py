@@ -58,7 +58,7 @@ def train(fixture: Path, folder: Path) -> Path:
         "--rollout.reward-workers=1", "--eval.num-tasks=4", "--eval.every=0",
         "--checkpoint.every=1", "--optimizer.learning-rate=1e-3",
         "--optimizer.schedule=constant",
-        # A gradient, although nobody answers right.
+        # A gradient, although no answer is right.
         "--algorithm.entropy-coefficient=0.1",
     ]  # fmt: skip
     for steps in (1, 2):

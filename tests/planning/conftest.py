@@ -1,4 +1,4 @@
-"""What the tests of plans share."""
+"""Fixtures of the tests of plans."""
 
 from collections.abc import Iterator
 

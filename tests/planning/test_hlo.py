@@ -23,7 +23,7 @@ ENTRY %main (p: bf16[8,1]) -> bf16[8,4] {
 
 
 def test_collectives_of_a_program_largest_first():
-    """What a ring of n devices receives: (n - 1) / n of what all of them hold."""
+    """Bytes that a ring of n devices receives: (n - 1) / n of what all of them hold."""
     assert collectives(KINDS) == (
         Collective("all-gather", "f32[16,4]", 1, 256, 256 * 3 // 4),
         # Received in a reduce-scatter and in an all-gather.

@@ -199,7 +199,7 @@ def test_a_step_that_does_not_fit_ends_with_status_1(tmp_path, capsys):
 @tpu_compiler
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_memory_is_what_the_compiler_says(name):
-    plan.load()  # What libtpu reads of the process's environment.
+    plan.load()  # Variables that libtpu reads from the process's environment.
     device = compiling.slice_devices(name)[0]
     mesh = create_mesh("dp1", [device])
     large = jax.ShapeDtypeStruct(

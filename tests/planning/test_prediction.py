@@ -156,9 +156,9 @@ def test_a_loop_over_layers_counts_as_its_layers(tmp_path, scan):
     params = models.abstract(models.param_specs(CONFIG), jnp.bfloat16, mesh)
     layers = gathered_bytes(params.layers)
     tables = gathered_bytes((params.embedding, params.unembedding))
-    # Weights forward and backward, gradients once; those of the tables in float32. The
-    # last layer's backward pass follows its forward pass: without a loop, the compiler
-    # may keep some of its gathered weights.
+    # Weights forward and backward, gradients once; the tables' gradients in float32.
+    # The last layer's backward pass follows its forward pass: without a loop, the
+    # compiler may keep some of its gathered weights.
     last = gathered_bytes(params.layers[-1]) if scan == "--no-scan-layers" else 0
     assert received >= 3 * layers - last + 3 * tables
     assert received < 4.5 * layers + 4 * tables

@@ -1,4 +1,4 @@
-"""The sampler's programs in a plan are those of an engine and of a relayout."""
+"""A plan has the sampler's programs of an engine and of a relayout."""
 
 import dataclasses
 
@@ -104,7 +104,7 @@ def test_a_cache_of_codes_is_smaller():
     assert whole is not None
     assert codes is not None
     sizes = [per_device_bytes(each.pages) for each in (whole, codes)]
-    # Of bfloat16 two bytes an entry; of int8 one, and four for a head's scale.
+    # Two bytes an entry in bfloat16; one in int8, and four for a head's scale.
     dim = CONFIG.head_dim
     assert sizes[1] * 2 * dim == sizes[0] * (dim + 4)
     assert codes.work.cache_bytes * 2 * dim == whole.work.cache_bytes * (dim + 4)

@@ -111,16 +111,16 @@ def test_a_decoding_step_reads_the_weights_and_the_cache_once():
     model = work(PRESETS["llama-3.1-8b"])
     weights = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
     rows, view = 64, 4096
-    # Of 16.06 GB, 15.01 GB are in products; 131,072 bytes a token of the cache.
+    # 15.01 of 16.06 GB are in products; 131,072 bytes a token of the cache.
     cache = rows * (view + 1) * 131072
     # A burst copies the view out of the pages, and what it adds back.
     burst = 2 * rows * (view + 1) * 131072
     step = model.decode(rows, view, 1).bytes - burst
-    # What goes in and out of the products is below three percent of the weights.
+    # Inputs and outputs of the products are below three percent of the weights.
     assert weights + cache < step < 1.03 * weights + cache
     copied = 2 * rows * (view + 16) * 131072
     assert model.decode(rows, view, 16).bytes == 16 * step + copied
-    # What a group of eight shares is read once for it, and copied once.
+    # Shared entries of a group of eight are read once for it, and copied once.
     prompt = model.decode(rows, view, 1, groups=8, members=8, shared=512).bytes
     assert prompt - step - burst == 3 * 8 * 512 * 131072
 
@@ -160,7 +160,7 @@ def test_split_experts_are_gathered_once_per_burst():
     (two, four) = (model.decode(64, 0, steps).bytes for steps in (2, 4))
     still = work(EXPERTS, "dp8")
     step = still.decode(64, 0, 4).bytes - still.decode(64, 0, 2).bytes
-    # Of what is split, attention, the shared MLP, the router and the head come anew.
+    # Attention, the shared MLP, the router and the head are split as well.
     attention = 2 * 128 * 128 + 2 * 128 * 64
     others = 2 * (attention + 3 * 128 * 64 + 16 * 128) + 512 * 128
     assert four - two == step + 2 * others * 2 * (1 + 1 / 4)
@@ -172,7 +172,7 @@ def test_experts_of_a_device_compute_the_tokens_of_their_group():
     assert decoded(split, 64).flops == decoded(whole, 64).flops / 8
     (gate, *_) = (p for p in split.products() if p.name.endswith("experts.gate"))
     assert (gate.experts, gate.chosen, gate.parts) == (4, 2, 1)
-    # Of 16 experts a token chooses 2; of two tokens one misses both 49 in 64 times.
+    # A token chooses 2 of 16 experts; one of two tokens misses both 49 in 64 times.
     assert gate.used(1) == 2 / 16
     assert gate.used(2) == 1 - (14 / 16) ** 2
 

@@ -1,8 +1,8 @@
 """Mutated config.json files, and what loading a checkpoint under each leads to.
 
-A config.json comes from anywhere. Whatever it says, a checkpoint must load to the right
-numbers or be refused by an error that names the file and the key. `test_fuzz.py` runs a
-few hundred mutations; thousands run by
+A config.json comes from anywhere. For all its contents, a checkpoint must load to the
+right numbers or be refused by an error that names the file and the key. `test_fuzz.py`
+runs a few hundred mutations; thousands run by
 
     python -m tests.pretrained.fuzz_configs --count 16000 --keep DIRECTORY
 
@@ -92,7 +92,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What loading led to.
+    """Result of loading.
 
     Attributes:
         kind: "refused" by a clear error, "loaded", "warned", or a defect: "unclear",

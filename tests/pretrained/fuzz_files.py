@@ -84,7 +84,7 @@ def cut(rng: random.Random, folder: Path) -> str:
 
 
 def lengthen(rng: random.Random, folder: Path) -> str:
-    """A file goes on after its end."""
+    """A file has further bytes after its end."""
     file = _any_file(rng, folder)
     with file.open("ab") as opened:
         opened.write(rng.randbytes(rng.choice([1, 8, 4096])))
@@ -106,7 +106,7 @@ def header_bytes(rng: random.Random, folder: Path) -> str:
 
 
 def header_value(rng: random.Random, folder: Path) -> str:
-    """What a header says of a tensor is something else."""
+    """A header's entry for a tensor is changed."""
     file = _weights(rng, folder)
     header, data = _opened(file)
     name = rng.choice(list(header))
@@ -184,7 +184,7 @@ def missing_file(rng: random.Random, folder: Path) -> str:
 
 
 def exchanged(rng: random.Random, folder: Path) -> str:
-    """The weights are those of another model."""
+    """The weights belong to another model."""
     other = rng.choice([base for base in BASES if not _same_model(base, folder)])
     for file in folder.glob("*.safetensors*"):
         file.unlink()

@@ -1,4 +1,4 @@
-"""What config.json means to families that are others under new keys.
+"""Meaning of config.json for families that are others under new keys.
 
 The expected values are what `AutoConfig` of transformers 5 makes of the same keys.
 """

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's files say: the right numbers, a clear error, or a warning.
+"""Mutated checkpoint files lead to the right numbers, a clear error, or a warning.
 
 A short run of the fuzzers; the long ones are started by hand, see the two modules.
 """
@@ -35,7 +35,7 @@ def test_every_mutated_config_is_read_or_refused():
     assert 200 < refused < 800
 
 
-# The keys of families of which a checkpoint may have only some.
+# Families' keys that a checkpoint may have in part.
 SWITCHES = {
     "attention_bias", "bias", "mlp_bias", "norm_topk_prob", "qk_norm", "qkv_bias",
     "rope_interleave", "tie_word_embeddings", "use_bias", "use_qk_norm",

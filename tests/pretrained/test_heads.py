@@ -237,7 +237,7 @@ def test_a_head_is_not_made_of_another(tmp_path, stored, wanted):
     pretrained.save(tmp_path / "rm", config, made(config))
     with pytest.raises(
         CheckpointError,
-        match=f"head='{stored}', of which none with head='{wanted}' can be made; give",
+        match=f"head='{stored}', .* head='{wanted}'; give a language model",
     ):
         pretrained.load(tmp_path / "rm", head=wanted)
 

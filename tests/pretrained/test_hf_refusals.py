@@ -208,12 +208,11 @@ def test_pickles_are_not_read(saved):
     [
         (
             {"num_hidden_layers": 9_000},
-            r"config\.json: num_hidden_layers is 9000, but the weights are those of 2",
+            r"config\.json: num_hidden_layers is 9000, but .* 2 layers",
         ),
         (
             {"model_type": "mixtral", "num_local_experts": 1_000_000},
-            r"config\.json: asks for 1000000 experts a layer, but the weights are "
-            r"those of 0 experts",
+            r"config\.json: asks for 1000000 experts a layer, but .* 0 experts",
         ),
     ],
 )

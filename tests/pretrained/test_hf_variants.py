@@ -236,7 +236,7 @@ def test_two_language_models_are_one_too_many(saved):
 
 
 def test_special_tokens_of_a_nested_config(tmp_path, saved):
-    """Of a model with several parts; what the whole says comes first."""
+    """For a model with several parts; the whole's values come first."""
     edit_config(saved, text_config={"eos_token_id": 5, "bos_token_id": 6})
     raw = json.loads((saved / "config.json").read_text())
     del raw["eos_token_id"]

@@ -58,7 +58,7 @@ def saved(tmp_path):
 
 
 def rewrite(directory, edit):
-    """Writes the arrays anew after an edit, as a program of somebody else would."""
+    """Writes the arrays again after an edit, as another program would."""
     arrays = {name: np.array(x) for name, x in paths(tiny.params()).items()}
     edit(arrays)
     shutil.rmtree(directory / "params")
@@ -176,7 +176,7 @@ def test_any_program_with_orbax_reads_and_writes_the_arrays(saved):
 
 
 def test_files_have_about_the_size_that_is_asked_for(tmp_path):
-    """26 MB, of which compression leaves more than nine tenths."""
+    """26 MB; compression leaves more than nine tenths."""
     config = ModelConfig(
         "llama", 8192, 256, 512, 8, num_heads=8, num_kv_heads=2, tie_embeddings=True
     )
@@ -248,7 +248,7 @@ def test_a_matrix_of_tied_embeddings_that_is_there_must_be_a_copy(saved):
     assert (config, params.unembedding) == (TIED, None)
 
 
-# What is refused.
+# Errors.
 
 
 def test_weights_of_two_kinds_are_ambiguous(saved):
@@ -301,7 +301,7 @@ def test_a_training_checkpoint_is_not_a_model(saved):
     shutil.rmtree(saved / "params")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(saved / "params", state)
-    message = r"the weights are those of 0 layers; tensors: params\.embedding, step"
+    message = r"the weights have 0 layers; tensors: params\.embedding, step"
     with pytest.raises(CheckpointError, match=message):
         pretrained.load(saved)
 

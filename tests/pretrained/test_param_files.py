@@ -107,7 +107,7 @@ def test_round_trips_are_exact(tmp_path, spec, limit):
 @pytest.mark.meshes
 @pytest.mark.parametrize("step", [1, -1])
 def test_experts_split_two_ways_are_gathered_whole(tmp_path, step):
-    """No device has all of an expert, whichever holds the first of them."""
+    """No device has all of an expert."""
     mesh = create_mesh("ep2,tp4", jax.devices()[::step])
     arrays = toy.values(SPECS)
     values = toy.on_devices(SPECS, arrays, mesh)
@@ -148,7 +148,7 @@ def test_replicas_are_read_once(spec):
     assert 0.8 * (own + twice) <= stored.num_bytes <= own + twice
 
 
-# What does not belong together.
+# Files that do not belong together.
 
 CONFIG_FILE = Path("m/config.json")
 
@@ -246,7 +246,7 @@ def test_the_sizes_are_as_said():
 @pytest.mark.parametrize("spec", [None, "ep8", "dp4,tp2"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_loading_holds_about_two_tensors(tmp_path, spec, dtype):
-    """One as stored and one converted, whatever place the parameter has."""
+    """One as stored and one converted, for every place of the parameter."""
     mesh = None if spec is None else create_mesh(spec)
     shardings = None if mesh is None else toy.shardings_of(LARGER, mesh)
     write(tmp_path / "m", LARGER, toy.on_devices(LARGER, toy.values(LARGER)))

@@ -177,7 +177,7 @@ def test_ranks_and_scales_that_differ(tmp_path):
             {"target_parameters": [DOWN]},
             r"unknown tensors: .*experts\.base_layer\.lora",
         ),
-        ({"rank_pattern": {"q_proj": 4}}, r"rank_pattern=.* not supported but for exp"),
+        ({"rank_pattern": {"q_proj": 4}}, r"rank_pattern=.* supported only for exp"),
         ({"alpha_pattern": {"0.mlp.*": 4}}, r"alpha_pattern=.*, of all layers alike; "),
         (
             {"rank_pattern": {"experts.*": "6"}},

@@ -57,7 +57,8 @@ ROUNDED = {
     "glm-4.5-air": "107",  # likewise
 }
 
-# What no count of parameters sees: epsilon, rotary base, context, rotary scaling.
+# Values that no count of parameters shows: epsilon, rotary base, context, rotary
+# scaling.
 UNCOUNTED = {
     "demo": (1e-6, 1e4, 1024, None),
     "tiny": (1e-6, 1e4, 1024, None),
@@ -106,7 +107,7 @@ def count(name: str) -> int:
 
 
 def active(name: str) -> int:
-    """Parameters that one token meets, with those of the embedding."""
+    """Parameters that one token meets, with the embedding's."""
     config = PRESETS[name]
     experts = config.experts
     layers = config.num_layers - len(experts.dense_layers)

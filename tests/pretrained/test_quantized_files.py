@@ -264,7 +264,7 @@ def test_mxfp4_that_does_not_fit(arrays, message):
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
 def test_numbers_are_made_a_piece_at_a_time(kind):
-    """Beside the result: the codes of FP8, a byte each; one of 32 experts of MXFP4."""
+    """Besides the result: the codes of FP8, a byte each; one of 32 experts of MXFP4."""
     if kind == "fp8":
         codes, scales = np.zeros((512, 512), E4M3), np.ones((16, 16), np.float32)
         arrays = {"w": codes, "w_scale_inv": scales}

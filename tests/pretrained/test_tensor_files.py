@@ -44,7 +44,7 @@ def test_regions_of_every_dtype(tmp_path, dtype, name):
 
 
 def test_a_region_is_a_copy(tmp_path):
-    """What was read keeps neither the file nor the rest of the tensor."""
+    """An array that was read keeps neither the file nor the rest of the tensor."""
     values = MATRIX.astype(ml_dtypes.float8_e4m3fn)
     save_file({"values": values}, tmp_path / "model.safetensors")
     with open_tensors(tmp_path) as tensors:

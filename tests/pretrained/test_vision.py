@@ -74,7 +74,7 @@ def test_absent_keys_mean_what_transformers_assumes():
     wide = {**SIZES, "num_attention_heads": 32}
     qwen3 = read("qwen3_vl", text_config=wide)
     assert (qwen3.rope_theta, qwen3.max_length, qwen3.head_dim) == (5e5, 128000, 128)
-    # Its layers see everything, whatever the keys of Qwen3 say.
+    # Its layers see everything, even against the keys of Qwen3.
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     assert read("qwen3_vl", text_config={**wide, **sliding}).windows == ()
     qwen2 = read("qwen2_5_vl", **{**SIZES, "num_attention_heads": 8})

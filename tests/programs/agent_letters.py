@@ -14,14 +14,14 @@ from jaxrl_post.envs.tasks.nim import Nim
 
 @dataclass(frozen=True)
 class Letters:
-    """Two calls, of which each pays for the share of even digits in its answer.
+    """Two calls; each pays for the share of even digits in its answer.
 
     Attributes:
         size: tasks of a split.
         branching: asks the second question twice, each time after the first answer.
-        credited: each call gets its own reward, posted beside /v1.
+        credited: each call gets its own reward, posted to .../reward.
         broken: the agent of this task raises.
-        silent: the agent of this task calls nobody.
+        silent: the agent of this task makes no call.
         hanging: the agent of this task does not come back after its first call.
         waiting: one agent of this task waits after its first call for a file.
         until: path of the file.
@@ -53,7 +53,7 @@ class Letters:
 
             def ask(*messages):
                 answer = client.chat.completions.create(
-                    # What an agent asks for is not what is trained.
+                    # An agent's own sampling is not trained on.
                     model="policy",
                     messages=list(messages),
                     temperature=0.3,
@@ -84,7 +84,7 @@ class Letters:
 
 @dataclass(frozen=True)
 class Numbers(Letters):
-    """Sends token ids: it goes on after its first answer, and edits its second one."""
+    """Sends token ids: continues after its first answer, and edits its second one."""
 
     name: str = "numbers"
 
@@ -169,7 +169,7 @@ class Duel(Letters):
     """Two players who hear the same; the one with more even digits wins the difference.
 
     Attributes:
-        posted: rewards are posted beside /v1 after each answer, not returned.
+        posted: rewards are posted to .../reward after each answer, not returned.
         rewarded: rewards that are returned instead, by name.
         whole: a reward of the episode as a whole.
     """

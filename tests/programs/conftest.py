@@ -1,4 +1,4 @@
-"""What the tests of the training programs share."""
+"""Fixtures of the tests of the training programs."""
 
 import importlib
 from collections.abc import Iterator

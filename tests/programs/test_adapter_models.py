@@ -127,7 +127,7 @@ def test_every_option_that_names_a_model_takes_an_adapter(adapter, config):
     for part in name.split("."):
         local = getattr(local, part)
     assert pretrained.load(local)[0] == CONFIG
-    # What is kept of a run names the adapter.
+    # The kept files of a run name the adapter.
     assert fetched.named(fetched.config) == given
     # The same place again, in all processes of a run.
     assert fetch(given, console=QUIET).config == fetched.config

@@ -143,7 +143,7 @@ def test_an_agent_of_a_framework_is_trained_as_it_is(served):
     with training(Conversing()) as trainer:
         for number in range(1, 31):
             metrics, _ = step_as_served(trainer, served, number)
-            # What it was served it sends back as it was.
+            # It sends back the served answers unchanged.
             assert metrics["env/agent_edited"] == metrics["env/agent_branched"] == 0
             assert metrics["env/agent_turns"] > 1.5
 
@@ -212,7 +212,7 @@ def test_the_tokens_of_a_branch_are_its_whole_prompt_and_its_answer(served):
         for span in episode.spans:
             assert tuple(episode.tokens[span].ids.tolist()) in whole
         assert Episode.from_json(episode.to_json()).segments == (2,)
-        # Of the second sequence only the last answer is sampled.
+        # Only the last answer of the second sequence is sampled.
         last = episode.tokens[episode.spans[1]]
         assert int(last.sampled.sum()) == len(episode.turns[2].sampled)
 
@@ -251,7 +251,7 @@ def test_turns_get_the_rewards_that_were_posted():
             sum(letter in "02468" for letter in turn.text) / max(len(turn.text), 1)
             for turn in (first, second)
         ]
-        # The step's own reward is that of the first answer, at the episode's end.
+        # The step's own reward is for the first answer, at the episode's end.
         assert second.reward == pytest.approx(sum(share))
 
 
@@ -353,7 +353,7 @@ def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
     assert closed["2-0"].ended == (
         "its agent was stopped at --rollout.reward-deadline-s"
     )
-    # What it was served before stands in the episode, and is not trained on.
+    # Earlier served answers are in the episode, and are not trained on.
     assert len(hung.turns) == len(closed["2-0"].turns) == 1
     assert not is_trained(hung)
     assert closed["3-0"].ended == closed["1-0"].ended == "the agent is done"
@@ -362,7 +362,7 @@ def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
 
 
 def test_the_url_of_an_episode_is_never_that_of_another(monkeypatch):
-    """What an agent left behind calls in vain; names decide nothing else."""
+    """Calls that an agent left behind are refused; names decide nothing else."""
     names = []
     keep = Episodes.keep
 

@@ -95,7 +95,7 @@ def test_an_answer_can_be_stopped(plain):
     assert answer.truncated
     assert answer.content.startswith(shown)
     assert answer.num_tokens < 60
-    # The conversation goes on from there.
+    # The conversation continues from there.
     assert "".join(conversation.say("And?"))
     conversation.reset()
     assert conversation._messages == ()

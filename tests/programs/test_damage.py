@@ -21,7 +21,7 @@ from jaxrl_post.sharding import create_mesh
 from tests.learner.test_checkpoint import assert_equal, layout_of, make_state
 
 STEPS = (1, 2)
-# The arrays lie outside of the index, as those of any real model do.
+# The arrays lie outside of the index, as in every real model.
 SIZE = 2**10
 
 
@@ -203,7 +203,7 @@ def test_a_save_that_is_bound_to_fail_is_refused_before_it_begins(
     ):
         checkpoints.save(3, state, task_indices(3, seed=0), {})
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1", "2"]
-    disk(total=0, free=0)  # Of a size that the file system does not say.
+    disk(total=0, free=0)  # Blocks of a size that the file system does not say.
     checkpoints.save(3, state, task_indices(3, seed=0), {})
     checkpoints.close()
     assert (tmp_path / "c" / "3").is_dir()

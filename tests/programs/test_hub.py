@@ -159,7 +159,7 @@ def test_a_plan_needs_no_weights(served, console):
 
 
 def unreachable(monkeypatch, cache):
-    """A port on which nobody listens."""
+    """A port on which no server listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

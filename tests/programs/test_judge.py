@@ -56,7 +56,7 @@ def opened(path: Path, devices: int = 1, **options):
 
 
 def alone(judge, sequence: packing.Sequence) -> np.ndarray:
-    """What the model says after each token of a sequence that lies alone in a row."""
+    """The model's output after each token of a sequence that is alone in a row."""
     batch = packing.pack([sequence], len(sequence.tokens), 1)
     found = predict(
         Policy(judge.config), judge.params, jax.tree.map(jnp.asarray, batch)
@@ -146,7 +146,7 @@ def test_the_reward_is_the_sum_of_both(tmp_path, monkeypatch):
         np.mean([r.rewards["model"] for r in rollouts])
     )
     assert "model" in evaluation.scores.metrics
-    # What the environment says is solved, whatever the sum is; without it, the model.
+    # The environment decides what is solved, for every sum; without it, the model does.
     right = [g.episodes[0].rewards["environment"] >= 1 for g in evaluation.groups]
     assert 0 < evaluation.scores.accuracy == np.mean(right) < 1
     assert [group.rewards[0] >= 1 for group in evaluation.groups] != right

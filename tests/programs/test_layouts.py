@@ -112,7 +112,7 @@ def test_the_next_version_is_moved_and_the_frozen_base_is_not():
     query = second.params.layers[0].attention.query
     assert query.base is base
     np.testing.assert_array_equal(query.down, changed["layers.0.attention.query"].down)
-    # What moves once in a process would tell a resumed run from one never stopped.
+    # A move once per process would tell a resumed run from one never stopped.
     assert 0 < second.bytes_moved == first.bytes_moved
     # An evaluation after the step publishes the same version again.
     assert layout.publish(engine, model, changed, 2).bytes_moved == 0
@@ -161,7 +161,7 @@ def test_a_byte_a_weight_samples_what_the_rounded_weights_say(kind, mesh, weight
     else:
         assert own.bytes_moved == 0
         assert layout.trained is None
-        # What the run says of its memory: a byte a weight, and the scales.
+        # The run's report of its memory: a byte per weight, and the scales.
         held = sum(leaf.size for leaf in jax.tree.leaves(matrices(base)))
         scales = per_device_bytes([m.scales for m in layout.copies])
         assert per_device_bytes(layout.copies) == held // 8 + scales
@@ -180,7 +180,7 @@ def test_the_codes_of_the_last_version_are_deleted():
     second = layout.publish(engine, model, changed, 2)
     assert query.codes.is_deleted()
     assert query.scales.is_deleted()
-    # What is not quantised is the trainer's.
+    # Arrays that are not quantised are the trainer's.
     assert table is model.params.embedding
     assert not table.is_deleted()
     doubled = second.params.layers[0].attention.query
@@ -212,7 +212,7 @@ def test_what_decoding_gathers_is_counted():
     total = sum(leaf.nbytes for leaf in params)
     whole = sum(leaf.nbytes for leaf in params if leaf.ndim == 1)  # The norms.
     assert gathered_bytes(split.params) == (total - whole) * 7 // 8
-    # Of these the embedding and the head are gathered once for many tokens.
+    # The embedding and the head among these are gathered once for many tokens.
     tables = split.params.embedding, split.params.unembedding
     layers = total - whole - sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
     trainers = sampler_layout(RolloutConfig(), split)

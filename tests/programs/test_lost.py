@@ -254,7 +254,7 @@ def test_a_run_does_not_begin_again_because_its_checkpoints_are_gone(copied, kep
 
 
 def test_a_run_that_saved_its_model_does_not_begin_again(copied):
-    """Whatever its logs have; a checkpoint that was never whole is none."""
+    """A checkpoint that was never whole is none, for all states of the logs."""
     run = Path(copied.run_dir)
     (run / "metrics.jsonl").unlink()
     (run / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp-1").mkdir()
@@ -335,7 +335,7 @@ def test_logs_that_lost_something_say_so(over, kept):
     assert (outcome.report is None) == (not kept)
     assert (
         f"metrics.jsonl: of what was written up to step {STEPS} ({STEPS + 1} rows or "
-        f"files), {kept or 0} are left; the log goes on without the others"
+        f"files), {kept or 0} are left; the log continues"
     ) in output
     told = "tensorboard: of what was written up to step 5 (1 rows or files), 0 are left"
     assert told in output
@@ -405,7 +405,7 @@ def test_a_disk_that_fills_in_the_warm_start_costs_nothing_but_time(done, tmp_pa
         )
 
 
-# What a run opens for writing, and what the error is of.
+# A file that a run opens for writing, and the error's subject.
 WRITTEN = {
     "metrics.jsonl": "metrics.jsonl",
     "tokenizer.json": "model",

@@ -1,4 +1,4 @@
-"""How far sampler and trainer may differ, and that in exact mode they never do."""
+"""Bounds on the difference of sampler and trainer, which is 0 in exact mode."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ def trainer(coin, judges):
 
 
 def test_exact_mode_needs_no_pass_for_old_log_probs(trainer):
-    """What is left out would have computed the recorded log-probs, to the last bit."""
+    """The omitted pass would have computed the recorded log-probs, to the last bit."""
     updater, scorer = trainer.updater, trainer.updater.learner.scorer
     scored = []
     original = updater._scored
@@ -92,7 +92,7 @@ def test_truncated_sampling_is_scored_as_it_sampled(coin, judges, support):
 
 
 def test_older_tokens_are_scored_again(trainer):
-    """Groups may wait for a step; their log-probs are not those of its parameters."""
+    """Groups may wait for a step; its parameters did not compute their log-probs."""
     updater, given, scored = trainer.updater, [], []
     update, score = updater.update, updater._scored
 

@@ -38,7 +38,7 @@ def rewards_of(metrics, prefix):
 
 
 SUMS = Arithmetic.at_level(1)
-# Tasks of an epoch: those of the first step, two of each environment.
+# Tasks of an epoch: first the step's, two of each environment.
 SIZE = 4
 
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_still_knows_whose_tasks_were_under_way(coin):
 
 
 def test_agents_of_two_environments_in_one_run():
-    """Rewards that agents post, and those of players, count for their environment."""
+    """Rewards that agents post, and players' rewards, count for their environment."""
     agents = {"letters": Letters(credited=True), "duel": Duel(posted=True)}
     joined = mixture([Part(each, 1, name) for name, each in agents.items()], SIZE)
     config = changed("rollout", max_turns=4)

@@ -1,4 +1,4 @@
-"""Steps that leave episodes under way: which groups they take, and what resumes."""
+"""Steps that leave episodes unfinished: which groups they take, and what resumes."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_a_step_takes_the_first_groups_and_the_others_go_on(coin, judges):
         assert len(groups) == 4
         seen.update(group.prompt_id for group in groups)
         version = number - 1
-        # Of the tokens of the newest parameters, nothing but rounding; without
+        # Only rounding, for tokens of the newest parameters; without
         # such tokens nothing is compared.
         newest = [
             (e.tokens.versions == version).any() for g in groups for e in g.episodes
@@ -83,7 +83,7 @@ def test_a_step_takes_the_first_groups_and_the_others_go_on(coin, judges):
 
 
 def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judges):
-    """Each token's log-prob is that of its own version, for the whole prefix."""
+    """Each token's log-prob comes from its own version, for the whole prefix."""
     trainer = make_trainer(coin.Relay(), judges, CONFIG)
     versions = {}
     checked = 0
@@ -149,7 +149,7 @@ def test_credit_compares_what_the_parameters_say_now(coin, judges, name, coeffic
 
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_checkpoint_holds_the_episodes_under_way(coin, judges, stop):
-    """A run that went on from it equals, to the last bit, one that never stopped."""
+    """A run resumed from it equals, to the last bit, one that never stopped."""
     whole = make_trainer(coin.Relay(), judges, CONFIG)
     expected = [whole.step(number) for number in range(1, 6)]
     first = make_trainer(coin.Relay(), judges, CONFIG)
@@ -201,7 +201,7 @@ def test_samples_that_go_on_may_keep_their_keys(coin, judges):
                 scored = learner.scorer.predict(versions[int(version)], batch)
                 gap = np.abs(batch.behavior_logprobs - np.asarray(scored.logprobs))
                 for row, there in sequences_in(batch):
-                    # A turn is prefilled anew, whatever was sampled before it.
+                    # A turn is prefilled again, after every kind of earlier turn.
                     chosen = batch.loss_mask[row] & (batch.versions[row] == version)
                     mine = np.intersect1d(np.flatnonzero(chosen), there)
                     if mine.size:
@@ -220,7 +220,7 @@ def test_samples_that_go_on_may_keep_their_keys(coin, judges):
 
 
 def test_a_checkpoint_and_an_evaluation_compute_kept_keys_again(coin, judges):
-    """A run that resumes equals, to the last bit, the one that went on."""
+    """A run that resumes equals, to the last bit, the one that continued."""
     first = in_short_bursts(judges, coin.Relay(), recompute=False)
     for number in range(1, 3):
         first.step(number)
@@ -325,7 +325,7 @@ def test_dynamic_sampling_takes_the_first_groups_with_spread(coin):
             metrics, groups = trainer.step(number)
             assert len(groups) == 4
             assert all(group.has_spread for group in groups)
-            # One task in three has none: these were drawn beside the others.
+            # One task in three has none: these were drawn with the others.
             assert metrics["rollout/groups_with_spread"] < 1
         assert trainer.experience.drawn > 4 * 4 + 2
 
@@ -404,6 +404,6 @@ def test_limits_that_end_an_episode_are_counted(coin, judges):
     assert ends["turn_limit"] > 0
     for name in ("turn_limit", "token_limit"):
         assert metrics[f"rollout/{name}"] == ends[name] / 16
-    # What the turns earned before is not taken away.
+    # Rewards of earlier turns are kept.
     assert sum(e.reward for g in groups for e in g.episodes) > 0
     assert RL.rollout.truncated == "reward"

@@ -119,7 +119,7 @@ def test_posted_rewards_are_those_of_the_players_last_turns():
     ("duel", "error"),
     [
         (Duel(rewarded=(("middle", 1.0),)), "'middle' is rewarded, but had no turn"),
-        (Duel(rewarded=(("left", 1.0),), whole=1.0), "so a reward of all together is"),
+        (Duel(rewarded=(("left", 1.0),), whole=1.0), "Use Step.players, or POST"),
     ],
 )
 def test_a_reward_that_no_player_can_have_fails_the_episode(duel, error):
@@ -147,7 +147,7 @@ def test_the_game_is_evaluated_against_its_opponent():
     episodes = [episode for each in found.groups for episode in each.episodes]
     assert {turn.player for episode in episodes for turn in episode.turns} == {""}
     assert {episode.reward for episode in episodes} <= {0.0, 1.0}
-    # A model that knows no digits loses with its first answer, and nobody wins.
+    # A model that knows no digits loses with its first answer, and no player wins.
     [turn] = group.episodes[0].turns
     assert (turn.player, turn.reward) == ("first", -1.0)
     assert group.episodes[0].metrics["illegal"] == 1

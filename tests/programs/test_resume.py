@@ -1,4 +1,4 @@
-"""Where a run goes on: what was damaged, what is left to do, what there is room for."""
+"""Resuming a run: damaged files, remaining steps, and free space."""
 
 import dataclasses
 import gc
@@ -65,7 +65,7 @@ def config(tmp_path_factory) -> SFTConfig:
 
 @pytest.fixture(scope="module")
 def done(config) -> SFTConfig:
-    """A run of LAST steps, of which the last two have checkpoints."""
+    """A run of LAST steps; the last two have checkpoints."""
     go_on(config)
     return config
 
@@ -207,7 +207,7 @@ def test_convert_and_evaluate_name_the_damaged_step(copied, tmp_path):
 
 
 def test_a_restored_state_takes_the_place_of_the_first(copied, monkeypatch):
-    """Otherwise a run that fits into memory does not fit when it goes on."""
+    """Otherwise a run that fits into memory does not fit when it resumes."""
     freed = []
 
     def train(run, training, **_):

@@ -270,7 +270,7 @@ def test_an_evaluation_leaves_no_trace(coin, judges):
         for name, value in expected.items():
             if not name.startswith(("time/", "throughput/")):
                 assert found[name] == value, name
-        # Its time is not that of the step's rollouts.
+        # Its time is not counted as the step's rollouts.
         assert found["time/rollout"] + found["time/reward"] <= found["time/step"]
     assert_same(plain.updater.state, looked_at.updater.state)
     assert plain.meta() == looked_at.meta()
@@ -371,7 +371,7 @@ def test_a_critic_is_asked_before_each_token_and_trained_on_the_same_batch(
     assert metrics["critic/grad_norm"] > 0
     assert metrics["critic/explained_variance"] <= 1
     assert metrics["advantage/token_std"] == pytest.approx(1, abs=0.02)
-    # Of an episode there is a reward, and no advantage.
+    # An episode has a reward, and no advantage.
     assert not {"advantage/mean", "advantage/std"} & metrics.keys()
 
 
@@ -492,7 +492,7 @@ def test_completions_near_the_limit_lose_reward_where_that_is_asked_for(coin, ju
     lengths = np.stack([group.lengths for group in groups])
     penalty = np.clip(lengths - 2, 0, 2) / 2 * 4.0
     np.testing.assert_allclose(shaped, plain - penalty, atol=1e-6)
-    # What is reported is what was judged.
+    # The report has the judged answers.
     assert metrics["reward/trained_mean"] == pytest.approx(plain.mean())
 
 

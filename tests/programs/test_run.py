@@ -1,4 +1,4 @@
-"""Which runs may begin, and which may be continued."""
+"""Conditions to begin and to continue a run."""
 
 import dataclasses
 import importlib
@@ -418,5 +418,5 @@ def test_a_run_that_is_stopped_in_its_warm_start_begins_anew(tmp_path, kind):
     )
     assert outcome == run.Outcome(0, completed=False, model=None, report=None)
     assert len(asked) == 2
-    # Neither a model of which a run goes on, nor options that it would have to repeat.
+    # Neither a model that a run continues, nor options that it would have to repeat.
     assert not any((folder / name).exists() for name in ("initial", "config.json"))

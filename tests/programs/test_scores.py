@@ -1,4 +1,4 @@
-"""What samples say about a model: counts, pass@k and intervals, and of evaluations."""
+"""Statistics of samples and evaluations: counts, pass@k and intervals."""
 
 import itertools
 
@@ -29,7 +29,7 @@ from tests.programs.trainers import changed, make_trainer
 def test_wilson_interval_is_the_published_one(solved, count, interval):
     found = wilson_interval(solved / count, count)
     np.testing.assert_allclose(found, interval, atol=5e-5)
-    # What did not happen is as certain as what did.
+    # No success is as certain as every success.
     mirrored = wilson_interval(1 - solved / count, count)
     np.testing.assert_allclose(mirrored, (1 - found[1], 1 - found[0]), atol=1e-12)
 
@@ -87,7 +87,7 @@ def test_score_tells_the_environments_of_a_mixture_apart():
     parts = {0: "sums", 1: "sums", 2: "keys", 3: "lost"}
     assert score(groups, parts=parts).metrics == {
         "reward": 0.55,
-        # What could not be judged solves nothing, and has no reward.
+        # A sample that could not be judged solves nothing, and has no reward.
         "sums/accuracy": 0.5,
         "sums/reward": 0.75,
         "keys/accuracy": 0.0,

@@ -36,7 +36,7 @@ def config(coin, tmp_path_factory) -> RLConfig:
         RL,
         run_dir=str(folder / "whole"),
         model=str(folder / "model"),
-        # Of some episodes there is no reward, which JSON has no number for.
+        # Some episodes have no reward, for which JSON has no number.
         env="coin:Coin?broken=10",
         rollout=rollout,
         steps=STEPS,

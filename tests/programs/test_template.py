@@ -111,7 +111,7 @@ def copied(done, tmp_path) -> SFTConfig:
 def test_a_run_that_is_resumed_on_another_day_keeps_its_date(copied, tmp_path):
     whole = dataclasses.replace(copied, run_dir=str(tmp_path / "whole"))
     go_on(whole)
-    # Not given: that of the beginning, which is not today.
+    # Not given: the date of the run's start, which is not today.
     undated = TemplateConfig(("effort=high",))
     go_on(dataclasses.replace(copied, template=undated))
     assert kept(copied.run_dir)["date"] == "2026-11-20"
@@ -182,12 +182,12 @@ def test_what_is_given_goes_before_what_the_run_has(done, model):
     given = TemplateConfig(("effort=low",), "2020-02-02")
     spelled = TemplateConfig(('effort="low"',), "2020-02-02")
     assert of_evaluation(given, run) == spelled
-    # A server's and a chat's day is today, whatever the run's.
+    # A server's and a chat's day is today, for every day of the run.
     assert with_run(TemplateConfig(), done.run_dir) == TemplateConfig(
         ('effort="high"',)
     )
     assert with_run(TemplateConfig(), run).date is None
-    # Of a model that no run made, nothing is known.
+    # Nothing is known of a model that no run made.
     before = TODAY().isoformat()
     other = of_evaluation(TemplateConfig(), str(model))
     assert other.variables == ()

@@ -86,7 +86,7 @@ class Watched(Learner):
 def _parts(
     algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool, kept_ids: int
 ) -> tuple[Algorithm, Watched, Engine]:
-    """What compiles: made once for every algorithm."""
+    """Compiled parts: made once for every algorithm."""
     model = make_model()
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
     learner, _ = begin_training(
@@ -151,7 +151,7 @@ def assert_same(left, right) -> None:
 
 
 def go_on(config: PreferenceConfig | SFTConfig) -> tuple[Outcome, str]:
-    """Begins an offline run, or goes on with it; and what it printed."""
+    """Begins or continues an offline run; returns what it printed."""
     out = io.StringIO()
     console = Console(file=out, width=1000)
     return run_offline(config, console=console, command=""), out.getvalue()

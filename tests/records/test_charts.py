@@ -143,7 +143,7 @@ def test_steps_without_a_finite_value_are_marked():
     assert bands["x"] == [4, 8]
     assert bands["width"] == [3, 1]
     assert bands["text"] == ["steps 3 to 5: not finite", "step 8: not finite"]
-    # From the bottom to the top, whatever the values are.
+    # From the bottom to the top, for all values.
     assert bands["y"] == [1, 1]
     assert bands["yaxis"] == "y2"
     assert figure["layout"]["yaxis2"]["range"] == [0, 1]

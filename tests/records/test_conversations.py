@@ -149,7 +149,7 @@ def test_a_row_is_bounded_whatever_is_said():
     assert len(json.dumps(found)) < LONGEST_CONVERSATION + texts * 600
     first = found["turns"][0]
     assert first["heard_left_out"] == first["calls_left_out"] == many - MOST_PIECES
-    # What is shown and what is left out are the whole of each text.
+    # Shown and left-out parts are the whole of each text.
     for row in found["turns"]:
         for text in (*row["heard"], row["text"], row["reasoning"]):
             assert len(text["text"]) + text["left_out"] == len(long)
@@ -173,7 +173,7 @@ def test_what_a_model_or_a_tool_writes_comes_back(tmp_path, text):
     assert directory.samples.read_text().count("\n") == 2
     row, other = read_rows(directory.samples)
     assert row["conversation"] == written
-    # Of what is no Unicode, as messages have it.
+    # Text that is no Unicode, as messages have it.
     assert row["conversation"]["turns"][0]["calls"][0]["name"] == mended(text)
     # A row of one turn is as small as before.
     assert "conversation" not in other

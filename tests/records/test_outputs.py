@@ -1,4 +1,4 @@
-"""What a run may replace in its directory, and what has changed since it began."""
+"""Files that a run may replace in its directory, and changes since it began."""
 
 import json
 import shutil

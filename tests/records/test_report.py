@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> list[dict]:
-        """What Plotly draws."""
+        """Charts as Plotly draws them."""
         return [
             json.loads("".join(parts))
             for kind, parts in self.scripts
@@ -501,7 +501,7 @@ def test_a_browser_draws_every_chart_that_is_not_folded_away(directory, tmp_path
         text=True,
         timeout=300,
     ).stdout
-    assert drawn.count('class="plot"') == 1  # Of the other metrics.
+    assert drawn.count('class="plot"') == 1  # Rows of the other metrics.
     assert drawn.count('class="plot js-plotly-plot"') == len(CHARTS) - 1
     assert "#2a5fc4" in drawn or "rgb(42, 95, 196)" in drawn
     marks = drawn[drawn.index("<h3>Loss</h3>") : drawn.index("<h3>Gradient norm</h3>")]

@@ -173,7 +173,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
         rf"--log {name}: there is no module '{name}': "
         rf"pip install 'jaxrl_post\[{name}\]'"
     )
-    # What None stands for in sys.modules: a module that is known to be missing.
+    # None in sys.modules marks a module that is known to be missing.
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=message):
         write(tmp_path, range(1), name)
@@ -190,7 +190,7 @@ def installed(name: str) -> pytest.MarkDecorator:
 @installed("wandb")
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    # Of a run that was killed after step 2: two of wandb's runs in one second would
+    # From a run that was killed after step 2: two of wandb's runs in one second would
     # share a folder.
     (tmp_path / "wandb.json").write_text('{"id": "0a1b2c3d", "step": 2}')
     write(tmp_path, range(2, 6), "wandb", config={"a": {"b": 1}})

@@ -289,9 +289,9 @@ def test_branches_stand_beneath_the_turn_that_they_continue(show):
         "branch 1 of 3 after turn 1",
         "branch 2 of 3 after turn 1",
         "branch 3 of 3 after turn 1",
-        "begins anew, with a prompt of its own",
+        "begins a new chain, with its own prompt",
     ]
-    # What two branches heard alike is shown once, beneath the call.
+    # Messages that two branches share are shown once, beneath the call.
     assert [[who(e).split("reward")[0] for e in b.own("said")] for b in branches] == [
         ["policy turn 2", "user", "policy turn 3"],
         ["user", "policy turn 4"],

@@ -1,4 +1,4 @@
-"""What others wrote acts on no terminal."""
+"""Text from outside has no effect on a terminal."""
 
 import io
 
@@ -21,7 +21,7 @@ def test_control_characters_are_shown():
     assert visible(WILD) == SHOWN
     plain = "tab\tline\n ü 你好 👩‍🚀"
     assert visible(plain) == plain
-    # What nobody sees, such as text in tags, but for joiners.
+    # Invisible text, such as in tags, except joiners.
     assert visible("a\u200bb\xad\ufeff\U000e0041") == (
         "a[U+200B]b[U+00AD][U+FEFF][U+E0041]"
     )

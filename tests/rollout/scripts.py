@@ -126,7 +126,7 @@ class ScriptedSampler:
         ]
 
     def _tokens(self, request: Request, index: int, bursts: int) -> Tokens:
-        """What a request has after so many bursts, one that goes on included."""
+        """Results of requests after so many bursts, with unfinished ones."""
         whole = [*map(ord, self._script(request, index).upper()), STOP]
         share = -(-len(whole) // self._pieces)
         begin = request.num_sampled

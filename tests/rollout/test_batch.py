@@ -208,7 +208,7 @@ def test_turns_are_credited_in_the_order_in_which_they_were_served():
     np.testing.assert_allclose(values, [expected], atol=1e-6)
     in_order = turns_of(1.0, 4.0, 2.0, index=1)
     assert not Group(1, (beside, in_order)).has_turn_spread(0.0)
-    # Of turns of equal length the shaping stands at the one that was served last.
+    # If turns have equal length, the shaping is at the one that was served last.
     rewards, _ = batch.turn_rewards(groups, lambda n: n.astype(np.float32))
     length = beside.longest_turn
     np.testing.assert_allclose(rewards[0, 0], [1.0, 2.0 + length, 4.0])
@@ -241,7 +241,7 @@ def test_each_turn_is_credited_with_the_rewards_from_it_on():
         (1.0, ((1.0, 0.0), (0.0, 1.0)), True),
         (0.0, ((1.0, 0.0), (0.0, 1.0)), True),
         (1.0, ((1.0, 0.5), (1.0, 0.5)), False),
-        # Different sums, and nobody with whom to compare the second turn.
+        # Different sums, and no sample with which to compare the second turn.
         (1.0, ((1.0,), (1.0, 1.0)), True),
         (0.0, ((1.0,), (1.0, 1.0)), False),
         # Equal sums, and one sample alone has a second turn.
@@ -290,7 +290,7 @@ def test_the_longest_turn_is_shaped_by_its_own_length():
 
     rewards, _ = batch.turn_rewards(groups, over_four)
     np.testing.assert_array_equal(rewards, [[[1, 1, 3], [6, 0, 0]]])
-    # Nine tokens were sampled, of which five at once.
+    # Nine tokens were sampled, five of them at once.
     values = batch.advantages(groups, lambda facts: facts.rewards, over_four)
     np.testing.assert_array_equal(values, [[5, 6]])
     greedy = [dataclasses.replace(groups[0], greedy=episode)]

@@ -66,7 +66,7 @@ def tokenizer_of(template: str) -> Tokenizer:
     return Tokenizer(
         backend,
         stop_ids=[backend.token_to_id(stop) for stop in STOPS[template]],
-        # The one that asks for the date gets that of the fixture.
+        # The template that asks for the date gets the fixture's.
         chat_template=file.read_text(encoding="utf-8").replace(
             'strftime_now("%d %b %Y")', f'"{NOW:%d %b %Y}"'
         ),
@@ -196,7 +196,7 @@ def test_two_turns_are_what_transformers_renders(template):
         if episode.tokens.sampled[i] and token == tokenizer.eos_id
     ]
     assert len(ends) == 2
-    # What the sampler was asked to continue are the beginnings of the whole.
+    # The sampler's prompts are prefixes of the whole.
     for request in requests:
         assert tuple(ids(episode)[: len(request.prompt)]) == request.prompt
     assert requests[0].prompt == Codec(tokenizer).render([ASK])
@@ -289,7 +289,7 @@ def test_a_reply_that_nobody_will_read_is_not_rendered():
 
 
 def test_a_template_that_rewrites_turns_makes_a_sequence_of_each():
-    """The next prompt is that of the template, without the earlier reasoning."""
+    """The next prompt is the template's, without the earlier reasoning."""
     tokenizer = tokenizer_of(REWRITES)
     said = [
         [

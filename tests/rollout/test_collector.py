@@ -1,4 +1,4 @@
-"""The collector with real worker processes: whatever an answer does, a step goes on."""
+"""The collector with real worker processes; a step survives every kind of answer."""
 
 import concurrent.futures
 import dataclasses
@@ -158,7 +158,7 @@ def test_a_deadline_says_that_it_waited_for_the_sampler(scripted):
             collector.run(ScriptedSampler(str, burst=0), tasks(2), 2, SAMPLING)
 
 
-# Episodes under way.
+# Unfinished episodes.
 
 
 class Patient:
@@ -263,7 +263,7 @@ def test_suspended_and_restored_at_any_moment_nothing_is_lost_or_twice(two_turns
     assert version > 0, "the test shows nothing"
     assert any(request.num_sampled for request in requests)
     for request in requests:
-        # An answer that goes on has its limit, what it has said included.
+        # A continued answer has its limit, earlier tokens included.
         left = request.sampling.max_tokens
         assert left + request.num_sampled == SAMPLING.max_tokens
     found.sort(key=lambda group: group.prompt_id)
@@ -354,7 +354,7 @@ def test_a_slow_judge_holds_up_its_own_group_alone(two_turns):
     assert (collector.in_flight, collector.prompt_ids) == (1, (9,))
     # Three episodes were late in their first turn; each is waited for once.
     assert time.monotonic() - begin < 50
-    # What comes late is credited to the episode that asked, and to no other.
+    # A late answer is credited to the episode that asked, and to no other.
     judges.answer()
     while collector.in_flight:
         done += collector.poll(sampler, begin + 60)

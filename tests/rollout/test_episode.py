@@ -124,7 +124,7 @@ def test_an_episode_is_the_sum_of_its_turns():
     assert episode.metrics == {"x": 1.0, "y": 2.0}
     assert (episode.response_text, episode.truncated) == ("end", True)
     assert episode.transcript == "2\n\n> and\n> more\n\nend"
-    # Whatever the turns earned, an episode that failed has no reward.
+    # An episode that failed has no reward, for all rewards of its turns.
     assert dataclasses.replace(episode, error="boom").reward is None
 
 

@@ -178,7 +178,7 @@ def test_laws_of_any_episode(turns, max_turns, max_prompt_tokens, cut):
             # Pure: the state before is as it was, and leads to the same state again.
             assert before == kept
             assert flights.transition(before, event, limits) == (flight, effect)
-            # What the sampler saw stays as it was, whatever follows.
+            # The sampler's prompt stays as it was, for every continuation.
             size = len(before.episode.tokens)
             assert flight.episode.tokens[:size] == before.episode.tokens
             # The way to a checkpoint and back.
@@ -245,7 +245,7 @@ def test_an_ended_turn_that_nobody_answers_is_an_error():
     episode = effects[-1].episode
     assert episode.reward is None
     assert "is not done, and said nothing" in episode.error
-    # A turn that was cut may go on; the last one needs no answer.
+    # A turn that was cut may continue; the last one needs no answer.
     _, effects = play(generated(4, 5, reason="length"), judged(0.25))
     assert effects[-1] == flights.Generate((1, 2, 3, 4, 5))
     _, effects = play(generated(4, 5), judged(0.25), limits=Limits())

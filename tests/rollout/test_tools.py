@@ -124,7 +124,7 @@ def test_calls_results_and_answers_are_the_tokens_of_the_template(
         assert tokens.ids[tokens.sampled].tolist() == expected
         assert (tokens.logprobs[~tokens.sampled] == 0).all()
     check_marks(episodes)
-    # What transformers would render of the same conversation is the same.
+    # transformers would render the same conversation alike.
     messages = [
         *task.messages,
         demonstration(environment, task),
@@ -183,7 +183,7 @@ def test_the_tools_give_arguments_their_types():
 
 
 def check_marks(episodes):
-    """The tokens that samples.jsonl marks as trained on are those of the loss."""
+    """The tokens that samples.jsonl marks as trained on are the loss's."""
     rows = [conversation(each, trained=is_trained(each)) for each in episodes]
     group = Group(3, episodes)
     made = sequences([group], np.ones((1, len(episodes)), np.float32))
@@ -208,7 +208,7 @@ def check_marks(episodes):
     assert [len(turn.get("calls", [])) for turn in first] == [1, 1, 0]
     assert broken[0]["broken"] == 1
     assert unknown[1]["heard"][0]["text"].startswith("error: there is no tool 'find'")
-    # Of an episode that failed nothing is trained on, and it is in no batch.
+    # An episode that failed is not trained on, and is in no batch.
     failed = replace(episodes[0], error="boom")
     assert not is_trained(failed)
     group = Group(3, (failed,))

@@ -72,7 +72,7 @@ def test_what_each_device_lacks_by_hand():
     rows = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(mesh, P("tp")))
     columns = NamedSharding(mesh, P(None, ("dp", "tp")))
     target = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=columns)
-    # Of its 8 x 2 values a device has the 2 x 2 of its own rows.
+    # A device has the 2 x 2 values of its own rows, out of 8 x 2.
     assert bytes_over_links(rows, target) == 8 * (16 - 4) * 4
     half = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=columns)
     assert bytes_over_links(rows, half) == 8 * (16 - 4) * 2
@@ -115,7 +115,7 @@ def test_the_next_version_takes_the_place_of_the_last():
     assert before.layers[0].attention.query.is_deleted()
     # The trainer's own arrays are never deleted, those that were passed on included.
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((first, second)))
-    # What has not changed, such as a frozen base, is not moved again.
+    # Unchanged leaves, such as a frozen base, are not moved again.
     again, sent = relayout(second)
     assert sent == 0
     assert buffer_pointers(again) == buffer_pointers(after)

@@ -19,7 +19,7 @@ class TwoTurns:
         if len(turns) == 1:
             again = Message("user", f" again {task.id}=")
             return Step(0.25, done=False, messages=(again,), metrics={"first": 1.0})
-        # Whoever sees only a part of the conversation says another number.
+        # A judge that sees only a part of the conversation says another number.
         return Step(float(len(conversation)), done=True, metrics={"second": 2.0})
 
     def demonstration(self, task: Task) -> None:
@@ -28,7 +28,7 @@ class TwoTurns:
 
 @dataclass(frozen=True)
 class Ended:
-    """Tells what the sampler said of the answer beside its text."""
+    """Tells what the sampler said of the answer in addition to its text."""
 
     name: str = "ended"
 

@@ -1,4 +1,4 @@
-"""The device goes on while the host looks at the results of the burst before."""
+"""The device computes on while the host looks at the results of the burst before."""
 
 import dataclasses
 import itertools
@@ -90,7 +90,7 @@ def test_a_second_burst_begins_where_the_first_will_end(params):
     engine.submit(Request(1, prompt(1, 5), 8, sampling=sampling))
     for started in (2, 3, 4, 4):
         engine.dispatch(params)
-        # Two are under way: one that is looked at, one that runs meanwhile.
+        # Two are in flight: one that is looked at, one that runs meanwhile.
         assert len(calls) == started
         engine.collect()
     assert not engine.busy
@@ -147,7 +147,7 @@ def test_what_ended_in_the_first_burst_is_whole_after_the_second(params, stop):
         done += engine.step(params)
     assert done[-1].finish_reason == stop
     assert ids(done[-1]) == said[: last + 1]
-    # A burst is under way in which the sample's row is idle, or has gone on.
+    # A burst is running in which the sample's row is idle, or has continued.
     assert engine._running
     before = engine.prefilled_tokens
     turn = Request(
@@ -264,7 +264,7 @@ def test_pages_are_there_for_both_bursts():
     # 11 entries, and 21 to come.
     assert [len(sample.own.pages) for sample in burst.rows[0]] == [2] * 8
     advance(scheduler, third, 12)
-    # 8 tokens are left, and the burst under way samples them.
+    # 8 tokens are left, and the running burst samples them.
     assert scheduler.ahead(third) is None
 
 

@@ -1,4 +1,4 @@
-"""What the cache holds is computed once, and changes nothing about the samples."""
+"""Cached entries are computed once, and do not change the samples."""
 
 import dataclasses
 
@@ -191,7 +191,7 @@ def test_what_was_cancelled_goes_on_where_the_cache_ends(params, expected):
         sampling=dataclasses.replace(request.sampling, max_tokens=8),
     )
     (done,) = engine.generate(params, [rest])
-    # Of eight sampled tokens seven have been fed.
+    # Seven of eight sampled tokens have been fed.
     assert engine.prefilled_tokens == 17 + 1
     joined = dataclasses.replace(whole, tokens=part.tokens + done.tokens)
     assert_same_samples([joined], [whole])

@@ -108,7 +108,7 @@ def test_only_allowed_tokens_are_drawn_with_the_right_frequencies(temperature):
     expected = np.zeros(70)
     expected[allowed] = whole[allowed] / mass
     np.testing.assert_allclose(counts, expected, atol=1e-3)
-    # The log-prob stays that of the whole softmax; the mass is that of the allowed.
+    # The log-prob is still over the whole softmax; the mass is over the allowed tokens.
     np.testing.assert_allclose(out.log_masses, np.log(mass), atol=1e-5)
     chosen = np.log(whole)[np.asarray(out.tokens)]
     np.testing.assert_allclose(out.logprobs, chosen, atol=1e-5)

@@ -54,7 +54,7 @@ def requests(samples=3):
 
 
 def make_engine(draft, sizes=DRAFTING, **options):
-    """An engine that guesses, whatever that costs and brings."""
+    """An engine that guesses, at every cost and gain."""
     engine = Engine(CONFIG, sizes, detokenize=detokenize, draft=draft, **options)
     engine.guessing.cost = -1.0
     return engine
@@ -100,7 +100,7 @@ def test_samples_are_those_without_a_draft(params, expected, change):
 
 
 def test_a_draft_that_agrees_is_always_right(params):
-    """So its keys are whole after every pass, whatever was guessed before."""
+    """So its keys are whole after every pass, for all earlier guesses."""
     engine = make_engine(itself(params))
     for sampling in (SAMPLINGS[0], SamplingParams(max_tokens=32), SAMPLINGS[2]):
         request = Request(1, prompt(1, 21), 4, sampling=sampling)
@@ -218,7 +218,7 @@ def test_on_a_mesh(params, expected, spec):
 
 
 def test_a_poor_draft_is_dropped_for_a_while(params):
-    """It costs its own passes, four a pass here, beside what lookups must bring."""
+    """It costs its own passes, four a pass here, on top of what lookups must gain."""
     draft = Draft(SMALL, tiny.params(SMALL, seed=5))
     engine = Engine(CONFIG, DRAFTING, detokenize=detokenize, draft=draft)
     counts = [

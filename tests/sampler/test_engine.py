@@ -267,7 +267,7 @@ def test_a_request_reused_with_other_parameters_sees_them_in_its_prompt(engine, 
 
 
 def test_every_token_names_the_version_that_sampled_it(engine, params):
-    """Two bursts are under way when other parameters come, and keep their own."""
+    """Two bursts are running when other parameters come, and keep their own."""
     request = Request(1, prompt(5), 5, sampling=SamplingParams(max_tokens=12))
     engine.submit(request)
     assert engine.step(params, version=3) == []
@@ -332,7 +332,7 @@ def test_a_cancelled_sample_goes_on_as_if_nothing_had_happened(engine, params):
     done, interruptions = [], 0
     while engine.busy:
         engine.dispatch(params)
-        # The bursts under way are waited for: none of their tokens is lost.
+        # The running bursts are waited for: none of their tokens is lost.
         for found in engine.cancel():
             sample = found.prompt_id, found.sample_index
             have[sample] += found.tokens
@@ -385,7 +385,7 @@ def test_some_samples_are_cancelled_and_the_others_go_on(engine, params):
     expected = engine.generate(params, [request])
     engine.submit(request)
     engine.dispatch(params)
-    # One of a slot, one of the queue, and one that nobody asked for.
+    # One in a slot, one in the queue, and one that was never requested.
     ended = engine.cancel([(1, 1), (1, 5), (9, 9)])
     found = {c.sample_index: len(c.tokens) for c in ended}
     assert found == {1: 8, 5: 0}

@@ -271,7 +271,8 @@ def test_everywhere(family, dtype, spec):
     check(FAMILIES[family], dtype, spec)
 
 
-# What "latent" does is seen in `test_latents_give_what_the_form_of_training_gives` too.
+# Results of "latent" are tested in `test_latents_give_what_the_form_of_training_gives`
+# too.
 @pytest.mark.parametrize(
     "family", ["dense", pytest.param("latent", marks=pytest.mark.all)]
 )

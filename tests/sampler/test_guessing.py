@@ -142,7 +142,7 @@ def test_guesses_pause_where_they_are_not_worth_it():
     assert [guessing.guesses(slots=8) for _ in range(17)] == [0] * 16 + [3]
     guessing.record(passes=64, tokens=128)
     assert guessing.guesses(slots=8) == 3
-    # Another policy is judged anew, by its own passes alone.
+    # Another policy is judged by its own passes alone.
     guessing.record(passes=64, tokens=64)
     assert guessing.guesses(slots=8) == 0
     guessing.restart()
@@ -152,7 +152,7 @@ def test_guesses_pause_where_they_are_not_worth_it():
 
 
 def test_drawn_tokens_follow_the_distribution():
-    """Chi-square of the second tokens of 3,000 samples, drawn beside guesses."""
+    """Chi-square of the second tokens of 3,000 samples, drawn with guesses."""
     params = markov(0.5)
     sampling = SamplingParams(temperature=1.0, max_tokens=2)
     sizes = dataclasses.replace(GUESSING, num_slots=64, guess_rows=256, max_tokens=2)

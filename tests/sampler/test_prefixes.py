@@ -36,7 +36,7 @@ def test_a_prompt_is_found_whole_and_in_part():
     assert tree.match([*range(PAGE - 1), 99]) == ()
     assert tree.match([99]) == ()
     assert tree.free == 20 - 3
-    # A second prompt stores only what is new, and goes on in a page of its own.
+    # A second prompt stores only what is new, in a page of its own.
     second = held(tree, [*range(20), *range(100, 110)])
     assert counts(second) == [20, 10, 0]
     assert second[0][0] is first[0][0]

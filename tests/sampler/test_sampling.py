@@ -138,7 +138,7 @@ def test_supports_and_masses_equal_the_definition(options):
         found = np.sort(ids, axis=1)
         assert (found[:, : ids.shape[1] - len(recorded)] == -1).all()
         assert (found[:, ids.shape[1] - len(recorded) :] == recorded).all()
-    # The recorded log-prob is that of the full distribution.
+    # The recorded log-prob is under the full distribution.
     full = np.log(probabilities)[np.asarray(out.tokens)]
     np.testing.assert_allclose(out.logprobs, full, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""What the device does next, as pure decisions: starts, chunks, bursts, cancels."""
+"""Tests of the scheduler's pure decisions: starts, chunks, bursts, cancels."""
 
 import dataclasses
 import random
@@ -102,7 +102,7 @@ def test_a_long_prompt_does_not_hold_up_the_others():
 
 
 def test_a_prompt_waits_for_the_beginning_that_it_shares():
-    """What it reads must have been computed by an earlier call."""
+    """Entries that it reads must have been computed by an earlier call."""
     scheduler = Scheduler(dataclasses.replace(SIZES, prefill_tokens=16))
     system = tuple(range(100, 120))
     for i in range(2):
@@ -110,7 +110,7 @@ def test_a_prompt_waits_for_the_beginning_that_it_shares():
         scheduler.submit(Request(i, prompt, sampling=SamplingParams(max_tokens=8)))
     scheduler.submit(request(7))
     chunks = scheduler.prefill()
-    # The second prompt reads 20 tokens of the first one, of which 16 are computed.
+    # The second prompt reads 20 tokens of the first one; 16 of them are computed.
     assert [(c.segment.tokens[-1], c.size, c.wave) for c in chunks] == [
         (0, 16, 0),
         (7, 3, 0),
@@ -253,7 +253,7 @@ def test_new_parameters_prefill_anew_and_may_restart_what_runs():
     assert burst is not None
     sampled(scheduler, burst)
     scheduler.forget(restart=False)
-    # The first goes on; the second, whose prompt was partly computed, begins anew.
+    # The first continues; the second, whose prompt was partly computed, begins again.
     assert names(scheduler.running) == [(1, 0)]
     assert [(c.first, c.size) for c in scheduler.prefill()] == [(0, 16)]
     scheduler.forget(restart=True)
@@ -270,7 +270,7 @@ def test_cancel_returns_what_there_was_and_leaves_nothing():
     assert names(scheduler.cancel({(1, 0), (7, 0)})) == [(1, 0)]
     assert started(scheduler) == [(1, 1), (1, 2)]
     scheduler.submit(request(3, 1))
-    # What runs, then the queue.
+    # Running requests, then the queue.
     assert names(scheduler.cancel()) == [(1, 1), (1, 2), (3, 0)]
     assert not scheduler.busy
     assert scheduler.prefill() == []

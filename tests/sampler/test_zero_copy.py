@@ -85,7 +85,7 @@ def test_an_update_between_two_generations_copies_nothing(mesh, learner, engine)
             # Sampling neither moved nor took the trainer's arrays.
             assert buffer_pointers(state.params) == before
             assert [c.tokens.versions.tolist() for c in done] == [[version] * 6] * 4
-            # What it sampled is what these parameters say.
+            # Its samples are as these parameters say.
             logprobs = learner.scorer.predict(
                 state.params,
                 pack(

@@ -1,4 +1,4 @@
-"""What an agent was served, as an episode that is trained on."""
+"""An agent's served turns as an episode that is trained on."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is wrong is answered with a 4xx that names it; nothing else is disturbed."""
+"""Bad input is answered with a 4xx that names it; nothing else is disturbed."""
 
 import json
 import socket
@@ -308,7 +308,7 @@ def test_a_client_that_leaves_stops_its_samples(served, url, stream, monkeypatch
     dispatch, cancel = sampler.dispatch, served.service.cancel
 
     def slowly():
-        # So that the samples would take seconds if nobody stopped them.
+        # So that the samples would take seconds if they were not stopped.
         time.sleep(0.1)
         dispatch()
 

@@ -167,8 +167,8 @@ def test_a_schema_is_obeyed(client):
 
 
 def test_the_log_probs_of_a_schema_are_those_among_the_allowed(client):
-    # Two letters are all that may come first: their probabilities add up to 1, and are
-    # to each other as those of the model.
+    # Two letters are all that may come first: their probabilities add up to 1, and have
+    # the same ratios as the model's.
     form = {"return_token_ids": True, "structured_outputs": {"choice": ["r", "g"]}}
     options = {"logprobs": True, "top_logprobs": 5, "n": 16, "max_tokens": 3}
     answer = ask(client, extra_body=form, **options)
@@ -313,7 +313,8 @@ def test_parts_of_text_are_joined(client):
 
 
 def test_served_tokens_come_first_in_the_next_prompt(client, served):
-    # What the client gives back is not tokenised again, even where it would differ.
+    # Text that the client gives back is not tokenised again, even where it would
+    # differ.
     first = with_ids(client, max_tokens=20, seed=3)
     message = first.choices[0].message.model_dump()
     messages = [*ASK, message, {"role": "user", "content": "And 2+3?"}]

@@ -6,7 +6,7 @@ import pytest
 from jaxrl_post.serve.fields import ChatFields, CompletionFields, GenerateSampling
 
 ASK = [{"role": "user", "content": "What?"}]
-# What OpenAI's clients, vLLM's, or both send, with the value that changes nothing.
+# Fields that OpenAI's or vLLM's clients send, with the value that changes nothing.
 SAMPLING = {
     "n": 1,
     "stream": False,
@@ -77,7 +77,7 @@ def test_null_is_a_field_left_out(url):
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids: this"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens: t"),
         ({"functions": [{"name": "f"}]}, "functions: this sampler"),
-        # A name that nobody knows is refused whatever its value is.
+        # An unknown name is refused for every value.
         ({"max_token": None}, "max_token: there is no such field"),
         ({"messages": None}, "messages: Field required"),
         (

@@ -138,7 +138,7 @@ def test_what_would_change_the_samples_is_refused_by_name(url, name, value, neut
     assert answer.status_code == 400
     assert f"sampling_params.{name}: this sampler does not have it" in answer.text
     assert generate(url, max_tokens=1, **{name: neutral}).status_code == 200
-    # What changes none may be sent; clients send all that any server has.
+    # Fields that change no sample may be sent; clients send all that any server has.
     assert generate(url, max_tokens=1, detokenize=False).status_code == 200
 
 
@@ -248,7 +248,7 @@ def test_a_chat_whose_prompt_is_given_as_tokens(url, client):
     )
     assert told["choices"][0]["token_ids"] == same.choices[0].token_ids
     assert told["prompt_token_ids"] == tokens
-    # The tokens are taken as they are, whatever the messages say.
+    # The tokens are taken as they are, even against the messages.
     cut = httpx.post(path, json=body | {"tokens": tokens[:-1]}, timeout=60).json()
     assert cut["prompt_token_ids"] == tokens[:-1]
     assert httpx.post(path, json=options).status_code == 400

@@ -1,4 +1,4 @@
-"""What an answer must be: every kind of constraint, at every endpoint."""
+"""Constraints on answers: every kind, at every endpoint."""
 
 import json
 import re

@@ -83,7 +83,7 @@ def test_a_conversation_is_one_branch_of_the_served_tokens(agent):
     assert trained(branch) == told
     for place, token in enumerate(branch["token_ids"]):
         if branch["sampled"][place]:
-            # The log-prob that was served is that of the token there.
+            # The served log-prob belongs to the token there.
             assert places[place] == (token, pytest.approx(branch["logprobs"][place]))
         else:
             assert place not in places
@@ -373,7 +373,7 @@ def test_the_metrics_count_calls_by_kind(url, agent):
 
 
 def in_session(url, name, token_ids=ASK, **sampling):
-    """What the training client of verifiers sends."""
+    """Requests of the training client of verifiers."""
     body = {
         "model": "tiny",
         "token_ids": list(token_ids),

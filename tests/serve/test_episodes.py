@@ -202,7 +202,7 @@ def test_tool_calls_are_continued_as_they_were_sampled(agent):
     message = plain(first.choices[0].message)
     [call] = message["tool_calls"]
     result = {"role": "tool", "content": "3", "tool_call_id": call["id"]}
-    # Frameworks write the arguments anew.
+    # Frameworks write the arguments again.
     arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
     call["function"]["arguments"] = arguments
     second = agent.say(ASK, message, result, tools=[TOOL])
@@ -264,7 +264,7 @@ def test_rewards_whose_sum_overflows_are_refused(agent):
         answer = agent.post(path, **body)
         assert answer.status_code == 400, path
         assert "reward: must be finite in float32" in answer.json()["error"]["message"]
-    # What was recorded is still there.
+    # The recording is still there.
     assert agent.record()["reward"] == 2e38
     assert agent.post("end", reward=1.0).status_code == 200
 
@@ -343,7 +343,7 @@ def test_no_more_episodes_than_may_be_kept(served):
         assert there(*"abcd") == ([200, 404, 200, 200], 3)
         assert opened("e", deadline_s=1e-6) == 201
         assert there(*"acde") == ([200, 404, 200, 200], 3)
-        # Nobody has ended it or looked at it: its agent has crashed.
+        # It was not ended or looked at: its agent has crashed.
         assert opened("f") == 201
         assert there(*"adef") == ([200, 200, 404, 200], 3)
         assert httpx.delete(f"{url}/episodes/a").status_code == 200

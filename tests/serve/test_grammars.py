@@ -19,7 +19,7 @@ def allowed(constraint):
 
 
 def after(constraint, tokens):
-    """What may come after tokens, each of which must be allowed."""
+    """Tokens that may follow the given ones, each of which must be allowed."""
     for token in tokens:
         assert token in allowed(constraint)
         constraint.advance(token)

@@ -65,7 +65,7 @@ def test_requests_are_served_in_the_order_of_their_arrival(tokenizer):
     for number in range(100):
         submit(number)
     assert ended.wait(120)
-    # Eight slots: nobody is overtaken by more than those that decode beside it.
+    # Eight slots: only requests that decode at the same time overtake a request.
     assert all(abs(place - number) < 16 for place, number in enumerate(order))
     assert model.service.close(60)
 

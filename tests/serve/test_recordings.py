@@ -115,7 +115,7 @@ def test_random_agents_of_token_ids_train_each_turn_once():
     for episode in range(60):
         recording, known = Recording(str(episode)), [(1,)]
         for number in range(draw.randrange(1, 9)):
-            # What was served or asked, cut anywhere and continued otherwise.
+            # Served or sent tokens, cut anywhere and continued otherwise.
             before = draw.choice(known)
             prompt = before[: draw.randint(1, len(before))]
             prompt += tuple(draw.choices(range(3), k=draw.randrange(3)))
@@ -200,14 +200,12 @@ def test_the_noise_of_calls_does_not_depend_on_which_came_first(tokenizer):
 def test_turns_are_reserved_when_a_call_begins(tokenizer):
     recording = Recording("one", most_turns=3)
     begun = begin(recording, tokenizer, [user("a")], OPTIONS, count=2)
-    with pytest.raises(
-        EndedError, match=r"0 of its 3 turns, 2 are under way, and .* 2"
-    ):
+    with pytest.raises(EndedError, match=r"0 of its 3 turns, 2 are running, and .* 2"):
         begin(recording, tokenizer, [user("b")], OPTIONS, count=2)
     served(recording, tokenizer, [user("b")], "c")
     recording.add(begun, Tokens.context([1]), said("d"), "stop")
     # The other answer of the first call is still to come.
-    with pytest.raises(EndedError, match="2 of its 3 turns, 1 are under way"):
+    with pytest.raises(EndedError, match="2 of its 3 turns, 1 are running"):
         begin(recording, tokenizer, [user("a")], OPTIONS)
     recording.drop(begun)
     recording.drop(begun)
@@ -295,7 +293,7 @@ def test_players_that_say_the_same_have_conversations_of_their_own(tokenizer):
         by(recording, tokenizer, "y", messages[:1], "b"),
         by(recording, tokenizer, "x", messages, "d"),
         by(recording, tokenizer, "y", messages, "d"),
-        # Of no player: this continues none.
+        # It has no player: this continues none.
         by(recording, tokenizer, "", messages, "d"),
     ]
     kinds = ["first", "first", "bridged", "bridged", "first"]
@@ -307,7 +305,7 @@ def test_players_that_say_the_same_have_conversations_of_their_own(tokenizer):
     assert numbers == [{0, 2}, {1, 3}, {4}]
     rows = recording.to_json()["turns"]
     assert [row.get("player") for row in rows] == ["x", "y", "x", "y", None]
-    # The noise is the player's own, whoever asked first.
+    # The noise is the player's own, in every order of calls.
     assert len({recording.noise(each) for each in begun}) == 5
     assert [each.number for each in begun] == [0, 0, 0, 0, 0]
 

@@ -131,7 +131,7 @@ class Walk:
         self.make = grammars.call(form, tools, thinking=thinking)
 
     def after(self, text):
-        """What may come after a text; None if it is not allowed to its end."""
+        """Tokens that may follow a text; None if it is not allowed to its end."""
         constraint = self.make()
         for token in self.tokenizer.encode(text):
             # Nothing may end before the text does.
@@ -211,7 +211,7 @@ def test_gpt_oss_may_think_in_its_channel_first():
     assert walk.after("<|channel|>final") is None
 
 
-# What the arguments of the formats with tags may be: name, schema, and whether a text
+# Arguments of the formats with tags: name, schema, and whether a text
 # of a value is allowed.
 VALUES = {
     "a text": (

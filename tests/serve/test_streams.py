@@ -1,4 +1,4 @@
-"""Streams: their pieces are the whole, and what becomes of one that nobody reads."""
+"""Streams: their pieces make the whole, and an unread stream is ended."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ def test_the_offsets_of_a_stream_go_on(client):
 
 
 def pumped(model):
-    """Samples until nothing is under way."""
+    """Samples until nothing is running."""
     model.service.pump(model.service._sampler, wait_s=0)
     while model.service.samples:
         model.service.pump(model.service._sampler, wait_s=0)
@@ -126,7 +126,7 @@ def test_of_a_sample_only_the_newest_is_kept(tokenizer):
     async def read():
         call = Call(model, [wanted], partial=True)
         call.start()
-        # Bursts of four tokens, of which nobody reads.
+        # Unread bursts of four tokens.
         pumped(model)
         return [update async for _, update in call.updates()]
 

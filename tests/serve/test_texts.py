@@ -1,4 +1,4 @@
-"""Texts of samples that go on and that have ended."""
+"""Texts of running and ended samples."""
 
 import itertools
 

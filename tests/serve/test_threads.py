@@ -1,4 +1,4 @@
-"""What takes long for one client does not keep the others waiting."""
+"""Slow work for one client does not keep the others waiting."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -126,7 +126,7 @@ def test_two_that_are_at_different_exchanges_are_told_apart(group):
     with pytest.raises(
         ProcessesError,
         match=r"process 1 .* is at the exchange of 'stop', number 1, and process 0 at "
-        "that of 'judgements', number 1: they do not run the same program",
+        "'judgements', number 1: they do not run the same program",
     ):
         two.channels[0].exchange("judgements", None, deadline_s=SOON)
 

@@ -1,4 +1,4 @@
-"""Which processes a run has: from options, or from what started them."""
+"""Finding the processes of a run: from options, or from what started them."""
 
 import pytest
 
@@ -104,4 +104,4 @@ def test_the_first_difference_is_named():
 
 def test_clocks_that_differ_by_minutes_are_remarked():
     [remark] = processes._clock_remarks({1: 0.4, 2: -130.2, 3: 59.0})
-    assert remark.startswith("the clock of process 2 is 130 s behind that of process 0")
+    assert remark.startswith("the clock of process 2 is 130 s behind")

@@ -1,4 +1,4 @@
-"""What is learned of a conversation, and what a chat template leaves out of it."""
+"""Trained tokens of a conversation, and parts that a chat template leaves out."""
 
 from jaxrl_post.data.learned.turns import (
     answered,

@@ -1,4 +1,4 @@
-"""Tokens of a text of which parts are sampled: none spans the end of a prompt."""
+"""Tokens of a partly sampled text: no token spans the end of a prompt."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -70,7 +70,7 @@ class AsSampled:
         """Tokenises a text as a whole."""
         ends, before = range(min(len(text), len(self._text)) + 1), self._text
         same = bisect_left(ends, True, key=lambda end: text[:end] != before[:end]) - 1
-        # A token that is matched whole is known by what follows it, too.
+        # A token that is matched whole may depend on the text after it, too.
         same -= self._longest
         first = self._last_added(bisect_left(self._begins, same))
         kept = self._begins[first] if first else 0

@@ -1,12 +1,12 @@
-r"""What is learned of a conversation: each turn of the assistant as it is sampled.
+r"""Trained texts of a conversation: each assistant turn as a model samples it.
 
 A turn is sampled after the prompt that the chat template writes of the messages before
 it. Most templates write a conversation so that it begins with each of these prompts;
 then it is one sequence. Templates of models that think do not:
 
 - Some leave the reasoning of earlier turns out, or end the last turn with another
-  token. Then the conversation is cut: a turn that does not go on in the sequence before
-  it begins one of its own, with its prompt as context. `packing.trees` shares what the
+  token. Then the conversation is cut: a turn that does not continue the sequence before
+  it begins a new one, with its prompt as context. `packing.trees` shares what the
   sequences have in common.
 - Some end the prompt with `<think>`, and write a turn without its reasoning. Then the
   turn is the text that a model produces after this prompt: the reasoning, `</think>`,
@@ -41,7 +41,7 @@ type Rows = Sequence[Mapping[str, Any]]
 type Render = Callable[[Rows, bool], templates.Rendered]
 
 SHOWN = 30  # characters of a template's text, in errors
-# What stands for a turn's reasoning, to see whether a template writes it.
+# Placeholder of a turn's reasoning, to see whether a template writes it.
 MARK = "qzthought"
 # The end of a prompt that begins a thought, and perhaps ends it.
 OPENING = re.compile(rf"(?:{THINK}\s*)?(?:{THOUGHT}\s*)?\Z")
@@ -299,12 +299,12 @@ def _space(text: str) -> str:
 
 
 def _after(prompt: str, text: str) -> str | None:
-    """What follows the prompt in a text; None if the text does not begin with it."""
+    """Text after the prompt; None if the text does not begin with the prompt."""
     return text.removeprefix(prompt) if text.startswith(prompt) else None
 
 
 def _own(render: Render, rows: Rows, prompt: str, text: str, opening: str) -> str:
-    """What the template writes of the last turn, if it does not begin with its prompt.
+    """The last turn as the template writes it, if it does not begin with its prompt.
 
     The prompt may begin a thought that is missing in the turn, or earlier turns may be
     written differently once this one follows them. Then the turn is what follows the
@@ -332,7 +332,7 @@ def _own(render: Render, rows: Rows, prompt: str, text: str, opening: str) -> st
 
 
 def _opening(prompt: str) -> str:
-    """What a prompt has of a thought at its end."""
+    """Beginning of a thought at the end of a prompt; "" if there is none."""
     found = OPENING.search(prompt)
     return found[0] if found else ""
 
@@ -362,7 +362,7 @@ def without_begun(
 
 
 def _without(content: str, opening: str) -> str:
-    """What was sampled after the beginning of a thought, which a content may repeat."""
+    """Sampled text after the beginning of a thought, which a content may repeat."""
     if content.startswith(opening) or not content.lstrip().startswith(THINK):
         return content.removeprefix(opening)
     content = content.lstrip().removeprefix(THINK)
@@ -372,7 +372,7 @@ def _without(content: str, opening: str) -> str:
 def _thinking(
     row: Mapping[str, Any], thought: str, opening: str, indent: str = ""
 ) -> str:
-    r"""What a model samples before its answer: its thought, and the end of it.
+    r"""Text that a model samples before its answer: its thought, and the end mark.
 
     Args:
         row: the turn.
@@ -420,7 +420,7 @@ def with_thought(row: Mapping[str, Any], thought: str) -> dict[str, Any]:
 
 
 def _marked(render: Render, rows: Rows) -> str | None:
-    """How the template ends the thought of the last turn; None if it writes none.
+    """The template's end mark of the last turn's thought; None if it writes none.
 
     "" if what ends it is not </think>.
     """

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation that it is given.
+"""Finds the parts of a conversation that a chat template leaves out.
 
 Many templates write no tools, no calls or no reasoning, and say nothing about it. What
 a template writes may depend on the whole conversation, so this is asked for each one:
@@ -18,10 +18,10 @@ from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["Learned", "unwritten"]
 
-# Which turns of the assistant are learned; of the others the reasoning may be missing.
+# Which turns of the assistant are trained on; the others may lack their reasoning.
 type Learned = Literal["all", "last", "none"]
 
-# Characters from which a text that stands in a rendering is no coincidence.
+# Characters from which a text's occurrence in a rendering is no coincidence.
 LONG = 16
 
 
@@ -33,7 +33,7 @@ def unwritten(
     learned: Learned = "all",
     texts: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """What of a conversation stands in no text that is learned or sampled from.
+    """Lists parts of a conversation in no text that is trained on or a prompt.
 
     These are tools, tool calls with their arguments, reasoning, contents of messages,
     and names of speakers. The reasoning of turns that are not learned does not count,
@@ -82,14 +82,14 @@ def _texts(
     options: Options,
     learned: Learned,
 ) -> list[str] | None:
-    """What is written of a conversation; None if the template refuses it."""
+    """Texts that a template writes of a conversation; None if it refuses it."""
     try:
         if learned != "none":
             last = learned == "last"
             found = parts(tokenizer, rows, options, only_last=last)
             return [text for text, _ in found]
     except TokenizerError:
-        pass  # such as a turn of which nothing is written
+        pass  # such as a turn that the template leaves out
     try:
         asked = rows[-1]["role"] != "assistant"
         return [chat.render_text(tokenizer, rows, options, prompt=asked)]

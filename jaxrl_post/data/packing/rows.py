@@ -16,7 +16,8 @@ __all__ = ["largest_row", "pack", "pack_microbatches"]
 
 # Pieces of a row into which trees are split, if whole ones fill the rows worse.
 PIECES = (1, 2, 4)
-# Where less of a batch would be tokens, as many microbatches more are tried.
+# If a smaller share of a batch would be tokens, up to this many more microbatches
+# are tried.
 FULL, MORE = 0.85, 4
 
 
@@ -44,7 +45,7 @@ def pack_microbatches(
         rows: rows of a microbatch, >= 1, such as the parts into which a mesh splits
             the batch.
         kept_ids: as for `pack`.
-        least: shortest length of a row, such as that of another minibatch.
+        least: shortest length of a row, such as another minibatch's.
 
     Returns:
         NumPy arrays [microbatches * rows, length].

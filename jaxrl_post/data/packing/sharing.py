@@ -10,10 +10,10 @@ from jaxrl_post.data.packing.units import Sequence, Tree, Unit
 
 __all__ = ["by_context", "trees"]
 
-# Fewest tokens of a common beginning that is nobody's whole context, to be shared. A
-# branch whose beginning stands apart sees another tile of 128 keys in attention, which
-# costs a few tokens' time: such as each chat's, if the first words of its template were
-# shared.
+# Fewest tokens of a common beginning that are shared, if it is no sequence's whole
+# context. A branch whose beginning stands apart sees another tile of 128 keys in
+# attention, which costs a few tokens' time: such as each chat's, if the first words of
+# its template were shared.
 SHORTEST = 16
 # Most nodes of a path: functions of trees call themselves at every node.
 DEEPEST = 100
@@ -32,7 +32,7 @@ def trees(units: Iterable[Unit]) -> list[Unit]:
     A beginning is shared if it is the whole context of one of the sequences, what
     stands before its first token to train on, or longer than that; otherwise from
     `SHORTEST` tokens on. The members of a tuple share their common context, and stay
-    together. The order of the units stays, but for the branches that come last: a unit
+    together. The order of the units stays, except for branches that come last: a unit
     that shares tokens comes where the first one did with which it shares them. `Tree`s
     are left as they are. A path has at most `DEEPEST` nodes; what is deeper is
     repeated.
@@ -53,9 +53,9 @@ def trees(units: Iterable[Unit]) -> list[Unit]:
 def by_context[Each: Unit](units: Iterable[Each]) -> list[list[Each]]:
     """Sorts units into lists of those that belong into one minibatch.
 
-    A unit belongs to those whose whole context its own begins with: the samples of a
-    prompt, and the branches of their episodes. A common system prompt alone joins
-    nobody, or a batch would be one list: `trees` shares it within each minibatch.
+    A unit joins the units whose whole context begins its own: the samples of a
+    prompt, and the branches of their episodes. A common system prompt alone joins no
+    units, or a batch would be one list: `trees` shares it within each minibatch.
 
     >>> one, other = Sequence.of([5, 6], [7]), Sequence.of([5], [6, 7])
     >>> [len(shared) for shared in by_context([one, other, one])]
@@ -65,7 +65,7 @@ def by_context[Each: Unit](units: Iterable[Each]) -> list[list[Each]]:
     """
     units = list(units)
     contexts = [_Member.of(0, unit).context_bytes for unit in units]
-    # Sorted, a context is followed by all that begin with it.
+    # After sorting, a context is followed by all contexts that begin with it.
     shortest: dict[bytes, bytes] = {}
     root = b""
     for context in sorted(set(contexts)):
@@ -86,7 +86,7 @@ class _Member:
     Attributes:
         number: its place among the units.
         unit: itself.
-        ids: its token ids; of a tuple those of the first member.
+        ids: its token ids; for a tuple the first member's.
         limit: most tokens that it may share.
         context: tokens before the first to train on, at most `limit`.
     """
@@ -123,7 +123,7 @@ class _Member:
         return self.ids[: self.context].tobytes()
 
     def node(self, start: int, end: int) -> Sequence:
-        """What others share of it."""
+        """The part that other units share."""
         unit: Any = self.unit[0] if isinstance(self.unit, tuple) else self.unit
         return replace(unit[start:end], truncated=None)
 
@@ -179,8 +179,8 @@ def _divided(members: list[_Member], at: int) -> list[list[_Member]]:
         found.setdefault((key, ended), []).append(member)
     divided: list[list[_Member]] = []
     for equal in found.values():
-        # Those that train on a token up to here may not share it with each other; the
-        # rest go with that one of them with which they share the most.
+        # Members that train on a token up to here may not share it with each other;
+        # each other member joins the one with which it shares the most.
         training = [member for member in equal if member.context <= at]
         if len(equal) == 1 or len(training) < 2:
             divided.append(equal)
@@ -194,7 +194,7 @@ def _divided(members: list[_Member], at: int) -> list[list[_Member]]:
 
 
 def _shared(members: list[_Member], at: int) -> int:
-    """How many tokens members may share that agree up to `at`."""
+    """Number of tokens that members may share which agree up to `at`."""
     # Where the second one begins to train, both would train on what they share.
     second = sorted(member.context for member in members)[1]
     end = min(second, *(member.limit for member in members))

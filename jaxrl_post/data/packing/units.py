@@ -1,4 +1,4 @@
-"""What is packed: sequences, and trees of them."""
+"""Units of packing: sequences, and trees of them."""
 
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, replace
@@ -88,9 +88,9 @@ class Sequence:
 class Tree:
     """A sequence and the branches that continue it, each in its own way.
 
-    A token belongs to one node and is trained on once, with its node's advantage. To
-    losses over sequences the node's trained tokens are those of the sequence that goes
-    on in the last branch, and in that one's last branch, to the end of the tree.
+    A token belongs to one node and is trained on once, with its node's advantage.
+    Losses over sequences count the node's trained tokens in the sequence that continues
+    in the last branch, then in that branch's last branch, to the end of the tree.
 
     Attributes:
         node: the tokens that all branches share.
@@ -107,7 +107,7 @@ class Tree:
     branches: "tuple[Unit, ...]" = ()
 
 
-# What is packed into one row, or, if it is a tree, into as few as possible.
+# Unit that is packed into one row, or, if it is a tree, into as few as possible.
 type Unit = Sequence | Tree | tuple[Sequence | Tree, ...]
 
 

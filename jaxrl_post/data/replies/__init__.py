@@ -1,4 +1,4 @@
-r"""Reads what a model said: its reasoning, its answer, and its tool calls.
+r"""Parses a model's reply: its reasoning, its answer, and its tool calls.
 
 Families write tool calls in formats of their own. The format of a model is known by its
 chat template, which writes earlier calls in it:

@@ -1,4 +1,4 @@
-"""A call from what a model wrote of it; None where it cannot be read."""
+"""Parses a call from a model's text of it; None where it cannot be read."""
 
 import json
 import re
@@ -13,7 +13,7 @@ __all__ = ["Schemas", "loads", "made", "mark_outside", "named"]
 type Schemas = Mapping[str, Mapping[str, Any]]
 
 # Levels of lists and objects in the arguments of a call. Templates, tools and clients
-# are functions that call themselves at every level, and have an end.
+# recurse at every level, up to a limit.
 DEEPEST = 100
 
 # A string of JSON, or the beginning of one that the end of the text cuts.
@@ -67,7 +67,7 @@ def loads(text: str) -> Any:
 def mark_outside(
     text: str, marks: Sequence[str], begin: int = 0
 ) -> tuple[int, int] | None:
-    """Where the first mark stands that is in no string of JSON; None for none.
+    """Finds the first mark outside of JSON strings; None for none.
 
     Args:
         text: JSON, perhaps with something before it and after it.

@@ -77,7 +77,7 @@ MARKS: dict[FormatName, _Marks] = {
 
 @dataclass(frozen=True)
 class Format:
-    """How a family writes what is not its answer.
+    """Marks with which a family writes what is not its answer.
 
     Attributes:
         name: of the format of tool calls; None if the template has no known one.

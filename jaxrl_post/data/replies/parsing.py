@@ -80,9 +80,9 @@ def parse(
             without their types.
         finished: whether the text is whole. If not, the end of the text that may be the
             beginning of a mark is left out, and so is a call that is not complete, and
-            white space of which only what follows tells whether it stays. So content,
-            reasoning and calls of a longer text, finished or not, begin with those of
-            an unfinished shorter one: what a stream has told is never taken back.
+            white space that later text may remove. So content, reasoning and calls of
+            an unfinished text are a prefix of every longer text's: a stream never takes
+            back what it has sent.
 
     >>> qwen = Format("hermes", thinks=True)
     >>> call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -163,7 +163,7 @@ def _between(
         call = read(text[:end] if end >= 0 else text) if whole else None
         if call is None:
             broken += 1
-            # What cannot be read may have a quotation mark too many.
+            # An unreadable call may have a quotation mark too many.
             end = first
             content += opening + (text[: end + len(closing)] if end >= 0 else text)
         else:
@@ -203,7 +203,7 @@ def _llama(text: str, finished: bool, schemas: Schemas) -> _Calls:
     del schemas
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not finished and (body[:1] in ("", "{") or body != text.strip()):
-        # Whether such a text is a call shows at its end.
+        # Only its end shows whether such a text is a call.
         return _Calls("", (), 0)
     if not body.startswith("{"):
         return _Calls(text, (), 0)
@@ -339,7 +339,7 @@ def _harmony(text: str, *, tools: bool, finished: bool) -> Reply:
             call = named(target[1].removeprefix("functions."), body)
             if call is None:
                 broken += 1
-                # As for other formats: the first mark ends what cannot be read.
+                # As in other formats, the first mark ends an unreadable message.
                 place = _first_end(text, header.end())[1]
                 content += text[header.start() : place]
             else:
@@ -355,7 +355,7 @@ def _harmony(text: str, *, tools: bool, finished: bool) -> Reply:
 def _harmony_end(
     text: str, begin: int, is_call: bool, finished: bool
 ) -> tuple[int, int] | None:
-    """Where a message's body ends, and the mark after it; None for not yet.
+    """Finds the end of a message's body, and the mark after it; None for not yet.
 
     Args:
         text: of the reply.
@@ -371,7 +371,7 @@ def _harmony_end(
 
 
 def _first_end(text: str, begin: int) -> tuple[int, int]:
-    """Where the first mark stands that ends a message, or where the text ends.
+    """Finds the first mark that ends a message, or the end of the text.
 
     A message without such a mark ends where the next one starts.
     """
@@ -386,7 +386,7 @@ def _joined(thoughts: Sequence[str]) -> str | None:
     return "\n".join(thoughts) if thoughts else None
 
 
-# How to read calls. Those of GPT-OSS are messages of their own; see `_harmony`.
+# Readers of calls. GPT-OSS writes calls as separate messages; see `_harmony`.
 READERS: Mapping[FormatName, Callable[[str, bool, Schemas], _Calls]] = {
     "hermes": _hermes,
     "qwen_coder": _qwen_coder,

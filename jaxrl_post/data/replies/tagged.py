@@ -20,12 +20,11 @@ GLM_PAIR = re.compile(
     re.DOTALL,
 )
 QWEN_CALL = re.compile(r"\s*<function=([^<>]+)>(.*)</function>\s*", re.DOTALL)
-# The line breaks beside the tags are not part of the value.
+# The line breaks next to the tags are not part of the value.
 QWEN_PAIR = re.compile(
     r"\s*<parameter=([^<>]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL
 )
-# What JSON calls true, false and null is written so by templates that leave the writing
-# to Python.
+# JSON's true, false and null, as templates write them that leave the writing to Python.
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 KINDS = {"string", "integer", "number", "boolean", "null", "array", "object"}
 # References of a schema that are followed, one after another.
@@ -70,7 +69,7 @@ def kinds_of(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
 
 
 def resolved(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a schema that is a reference stands for; {} for what is no schema."""
+    """Resolves a schema's references; {} for what is no schema."""
     for _ in range(MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}

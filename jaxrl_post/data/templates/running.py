@@ -42,7 +42,7 @@ __all__ = [
 MAX_STEPS = 1_000_000
 MAX_REASON = 2000  # characters of the reason of a failure, which a template may raise
 
-# What the caller of `run` gives for every conversation.
+# Variables that the caller of `run` gives for every conversation.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 STRFTIME = "strftime_now"
 
@@ -278,7 +278,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return sizes.made(join(parts))
 
     def concat(self, parts: Iterable[str]) -> str:
-        """What a macro or a block has written."""
+        """Joins the parts that a macro or a block has written."""
         parts, sizes = list(parts), _current.get().sizes
         sizes.allow(sum(map(len, parts)))
         return sizes.made("".join(parts))
@@ -288,7 +288,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _current.get().sizes.made(value)
 
     def compared(self, left: Any, *others: tuple[str, Any]) -> bool:
-        """Whether values are as a chain of comparisons has them."""
+        """Evaluates a chain of comparisons."""
         sizes = _current.get().sizes
         for name, right in others:
             sizes.compare(left, right)
@@ -314,7 +314,7 @@ def _step() -> None:
 
 @lru_cache(maxsize=32)
 def names_read(source: str) -> frozenset[str]:
-    """The variables that a template reads, beside those of every conversation.
+    """The variables that a template reads, except the given ones (`GIVEN`).
 
     >>> sorted(names_read("{{ messages }}{% if effort is defined %}!{% endif %}"))
     ['effort']

@@ -1,4 +1,4 @@
-"""How large the values of a template may become, checked before they are made.
+"""Bounds on the sizes of a template's values, checked before they are made.
 
 An expression such as `'a' * 10**10` is one step, and takes gigabytes. So each operator,
 method, filter and test that may make a large value, or work long on one, first names a
@@ -22,9 +22,9 @@ __all__ = ["COMPARED", "MAX_SIZE", "MAX_TOTAL", "REFUSED", "Sizes", "bounded"]
 MAX_SIZE = 2**26  # characters or items of a value
 MAX_TOTAL = 2**27  # of all values of a rendering
 MAX_BITS = 2**14  # of an integer
-# What visiting a part of a nested value counts, since it takes longer than a letter.
+# Cost of visiting a part of a nested value, in letters, since it takes longer.
 VISIT = 64
-# What an item of a list counts, in letters.
+# Cost of an item of a list, in letters.
 ITEM = 8
 
 
@@ -39,7 +39,7 @@ SAME = _named(
     "isupper lower partition removeprefix removesuffix split splitlines startswith "
     "swapcase title upper"
 )
-# Those that may make a list with an item for every two letters. Searching from the
+# Functions that may make a list with an item for every two letters. Searching from the
 # right, which is not in `SAME`, compares all of both texts.
 LISTS = _named("rsplit split splitlines")
 # Filters that call another one, or a test, for each item.
@@ -51,14 +51,14 @@ SHALLOW = _named(
     "abs attr batch count d default first float int items last length list map "
     "random reject rejectattr reverse select selectattr slice"
 )
-# Those whose results are at most several times as long as the value.
+# Functions whose results are at most several times as long as the value.
 LINEAR = _named(
     "capitalize dictsort e escape filesizeformat forceescape groupby lower max min "
     "safe sort string title tojson trim unique upper urlencode wordcount"
 )
-# Those that repeat nothing as often as an argument says.
+# Functions whose arguments do not say how often to repeat a text.
 UNCOUNTED = _named("int truncate urlize wordwrap")
-# What a letter counts in those that take long for it.
+# Cost of a letter in slow functions.
 SLOW = {"pprint": 64, "round": 2**16, "striptags": 64, "urlize": 64, "wordwrap": 64}
 # Tests that compare all of a value with all of another.
 COMPARISONS = _named("== eq equalto != ne < lt lessthan <= le > gt >= ge in")
@@ -80,7 +80,7 @@ DIGITS = re.compile(r"\d+")
 
 @dataclass
 class Sizes:
-    """What a rendering has made so far.
+    """Sizes of the values that a rendering has made so far.
 
     Attributes:
         total: characters and items.
@@ -89,7 +89,7 @@ class Sizes:
     total: int = 0
 
     def take(self, size: int) -> None:
-        """Takes note of a value, or of work, of a size.
+        """Counts a value, or work, of a size.
 
         Raises:
             TemplateError: it is too large, or all are together.
@@ -137,7 +137,7 @@ class Sizes:
         return size
 
     def made[Value](self, value: Value) -> Value:
-        """A new value, of which note is taken."""
+        """Counts a new value, and returns it."""
         if isinstance(value, str):
             self.take(len(value))
         elif isinstance(value, (bytes, list, tuple, dict)):
@@ -249,7 +249,7 @@ class Sizes:
             self.written([left, right])
 
     def _counts(self, value: Any) -> int:
-        """How often an argument may have something repeated, or written."""
+        """Bounds how often an argument may have something repeated, or written."""
         return max(_largest(value), self.written(value))
 
 
@@ -288,7 +288,7 @@ def bounded(environment: jinja2.Environment, sizes: Callable[[], Sizes]) -> None
 
     Args:
         environment: is changed.
-        sizes: those of the present rendering.
+        sizes: returns the present rendering's sizes.
     """
     for name, plain in [*environment.filters.items()]:
         environment.filters[name] = _filter(name, plain, sizes)
@@ -299,7 +299,7 @@ def bounded(environment: jinja2.Environment, sizes: Callable[[], Sizes]) -> None
 def _filter(
     name: str, plain: Callable[..., Any], sizes: Callable[[], Sizes]
 ) -> Callable[..., Any]:
-    # What jinja's decorators ask for as the first argument.
+    # The first argument for which jinja's decorators ask.
     wants = getattr(getattr(plain, "jinja_pass_arg", None), "name", "")
 
     # A filter that wants the context is not computed while a template is compiled.

@@ -1,4 +1,4 @@
-"""Asks a model behind OpenAI's chat API, and remembers what it said."""
+"""Asks a model behind OpenAI's chat API, and caches its answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ChatEndpoint", "JudgeError"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Statuses that asking again may mend, beside those of a server that is away.
+# Statuses worth a retry, in addition to a server that is away.
 _BUSY = (408, 429, 500)
 # Answers that a process keeps in memory.
 _MOST_KEPT = 10_000
@@ -85,7 +85,7 @@ class ChatEndpoint:
         attempt: int = 0,
         until: float | None = None,
     ) -> tuple[Found | None, str]:
-        """Asks the model, and reads its answer; one that was read is remembered.
+        """Asks the model, and parses its answer; parsed answers are cached.
 
         Args:
             messages: as {"role", "content"}.
@@ -137,7 +137,7 @@ class ChatEndpoint:
         try:
             _write(Path(self.cache), key, said)
         except OSError as error:
-            # The verdict is good all the same.
+            # The verdict counts even if it cannot be stored.
             _LOGGER.warning(
                 "the judge's cache %s cannot be written: %s", self.cache, error
             )
@@ -189,7 +189,7 @@ class ChatEndpoint:
 
 @lru_cache(maxsize=1)
 def _kept() -> dict[str, str]:
-    """What models said, by request; one memory a process."""
+    """Answers of the models by request, one memory per process."""
     return {}
 
 
@@ -214,7 +214,7 @@ def _key(path: str) -> str:
         key = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise JudgeError(f"key_file {path!r} cannot be read: {error}") from error
-    # http.client would tell a key that fits no header in its error.
+    # http.client's error would show a key that fits no header.
     if not (key.isascii() and key.isprintable() and key):
         raise JudgeError(f"key_file {path!r} must hold one line, the key, in ASCII")
     return key
@@ -238,7 +238,7 @@ def _place(folder: Path, key: str) -> Path:
 
 
 def _read(folder: Path, key: str) -> str | None:
-    """What was said, from its file; None if there is none, or it is damaged."""
+    """Reads an answer from its file; None if there is none, or it is damaged."""
     try:
         found = json.loads(_place(folder, key).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -25,7 +25,7 @@ _PROMPTS = ("prompt", "messages")
 class Judged(TasksOfFiles["_Row"]):
     """Prompts from a JSON Lines or Parquet file; a language model judges the answers.
 
-    With the kind "grade" the judge grades an answer by a rubric, beside the row's
+    With the kind "grade" the judge grades an answer by a rubric, and sees the row's
     answer if it has one. With "compare" it says whether the policy's answer or the
     row's is better, asked in both orders. The reward is in [0, 1]. A judgement without
     a verdict fails its episode, which then has no reward; it is not a reward of 0.

@@ -64,7 +64,7 @@ _SPECIAL = re.compile(
     r"|ARGS|CALL_ID|THINK|IMG|PREFIX|MIDDLE|SUFFIX|gMASK)\])",
     re.I,
 )
-# What a model thought before it answered.
+# End of a model's reasoning before its answer.
 _THOUGHT = "</think>"
 # Characters at the end of an answer among which a verdict is looked for.
 _LAST = 20_000
@@ -73,12 +73,12 @@ _REASON = {"type": "string", "maxLength": 600}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of an answer.
+    """A judge's reward for an answer, with metrics.
 
     Attributes:
         reward: in [0, 1].
         metrics: `judge/asked`, answers of the judge that were read; `judge/unreadable`,
-            those of them without a verdict; of a comparison `judge/swayed`, 1 if the
+            how many of them had no verdict; for a comparison `judge/swayed`, 1 if the
             order of the answers changed the verdict.
     """
 

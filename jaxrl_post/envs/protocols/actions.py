@@ -1,4 +1,4 @@
-"""From a policy's text to an action of a schema, and from an observation to text."""
+"""Converts a policy's text to an action of a schema, and an observation to text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _THOUGHT_END = "</think>"
 
 
 class ActionError(Exception):
-    """A text is no action; the policy reads the message, and tries again."""
+    """A text that is no action; the policy reads the message, and tries again."""
 
 
 def action_of(
     text: str, field: str | None, schema: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The action that a policy's text is.
+    """Parses a policy's text as an action.
 
     What stands before the last "</think>" is left out. With `field` the rest, stripped
     of white space, is the value of that field: of a field that the schema calls an
@@ -88,7 +88,7 @@ def check_field(field: str | None, schema: Mapping[str, Any]) -> None:
 
 
 def text_of_observation(observation: Any, field: str | None) -> str:
-    """What the policy reads of an observation.
+    """Writes an observation as the text that the policy reads.
 
     With `field` the value of that field. Otherwise all fields but "metadata", "reward"
     and "done", without those that are null: the value if only one is left, else the

@@ -41,10 +41,10 @@ class NemoGym(TasksOfFiles[Task]):
     """Tasks of a resource server of NeMo Gym, which is not installed here.
 
     A row of the file has `responses_create_params`, with the messages and the tools of
-    the task, and whatever else the server wants to know. An episode does this:
+    the task, and everything else that the server needs. An episode does this:
 
     - POST URL/seed_session with the row. The server's cookie is kept for the episode.
-    - POST URL/TOOL with the arguments, a call. The body is the result, also that of a
+    - POST URL/TOOL with the arguments, a call. The body is the result, also with a
       status from 400 to 499.
     - POST URL/verify with the row and `response`, the conversation in the form of the
       Responses API, when the policy answers without a call. `reward` is the reward.
@@ -107,7 +107,7 @@ class NemoGym(TasksOfFiles[Task]):
         return Task(index, row.messages, "", row.data, row.tools)
 
     def demonstration(self, task: Task) -> None:
-        """None: the server knows what is right, and does not tell."""
+        """None: the server does not reveal its right answers."""
         del task
 
     def open(self, task: Task) -> ToolSession:
@@ -135,7 +135,7 @@ class _Episode:
         self._seconds = seconds
         self._retries = Retries(seconds)
         self._journal = Journal(url)
-        # Until the session is seeded, and after the server was lost, there is none.
+        # None until the session is seeded, and after the server was lost.
         self._server: JsonServer | None = None
         self._watch: Watch | None = None
 
@@ -189,7 +189,7 @@ class _Episode:
                     self._server, until = self._seeded(until)
                 return self._server.post(name, body, until)
             except UnreachableError:
-                # What was away may have been started again, and know no session.
+                # The server may have been started again, and have lost the session.
                 self.close()
                 raise
 
@@ -212,7 +212,7 @@ class _Episode:
                 server.post(name, arguments, begin + self._seconds)
             until += time.monotonic() - begin
 
-        # Before the session is there, so that it sees every end of it.
+        # Opened before the session, so that it sees every end of the server.
         self._watch = Watch(self._url, until)
         server = JsonServer(self._url, _MOST_BYTES)
         try:
@@ -220,17 +220,17 @@ class _Episode:
             if reply.status >= 300:
                 raise ServerError(
                     f"POST {server.url}/seed_session: status {reply.status}, "
-                    f"{reply.text!r:.200}. The rows must be those of this server"
+                    f"{reply.text!r:.200}. The rows must be this server's own"
                 )
             self._journal.replay(again, slow=slow)
         except SlowServerError as error:
-            # Nothing that the policy asked for now, unlike a call that takes long.
+            # The policy did not ask for this now, unlike a call that takes long.
             raise UnreachableError(str(error)) from error
         return server, until
 
 
 def _result(reply: Reply) -> str:
-    """What the policy reads of a call's answer."""
+    """Writes a call's answer as the text that the policy reads."""
     if reply.status >= 500:
         raise ToolError(f"the server failed with status {reply.status}")
     return reply.text
@@ -247,7 +247,7 @@ def _reward(reply: Reply, where: str) -> float:
         raise ServerError(f"{where}: no field 'reward' in {reply.text!r:.80}")
     reward = judged["reward"]
     number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    # Not true of NaN, nor of an integer that is too large for a float.
+    # False for NaN, and for an integer that is too large for a float.
     if not number or not abs(reward) < 1e300:
         raise ServerError(
             f"{where}: the reward must be a finite number, got {reward!r:.80}"
@@ -266,8 +266,8 @@ def _row(row: Mapping[str, Any]) -> list[Task]:
     for tool in tools:
         if tool["function"]["name"] in _RESERVED:
             raise BadRowError(
-                f"a tool must not have the name {tool['function']['name']!r}, which is "
-                "that of a request of the protocol"
+                f"a tool must not have the name {tool['function']['name']!r}, which "
+                "the protocol uses for a request"
             )
     # The index follows from the split.
     return [Task(0, messages_of(params), "", {"row": dict(row)}, tools)]

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: a server with one environment a connection."""
+"""Environments of OpenEnv: a server with one environment per connection."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class OpenEnv:
 
         Raises:
             ServerError: the server fails, or does not answer in time, or answers the
-                seed otherwise than before.
+                seed differently than before.
         """
         return OpenEnvSession(self, task)
 
@@ -281,7 +281,7 @@ class _Episode:
     def _sent(
         self, client: OpenEnvClient, action: Mapping[str, Any], until: float
     ) -> str:
-        """What came of an action, as text, to be compared in a replay."""
+        """Writes an action's result as text, to be compared in a replay."""
         try:
             result = client.step(dict(action), until)
         except RefusalError as error:
@@ -318,7 +318,7 @@ def _schema(url: str, seconds: float) -> Mapping[str, Any]:
 
 
 def _explained(schema: Mapping[str, Any], field: str | None) -> str:
-    """What the system message says of an action."""
+    """Describes an action's fields for the system message."""
     properties = {
         name: value
         for name, value in schema.get("properties", {}).items()

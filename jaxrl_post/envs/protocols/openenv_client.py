@@ -25,7 +25,7 @@ class RefusalError(Exception):
 
 
 class Result(NamedTuple):
-    """What came of a reset or of an action.
+    """Result of a reset or of an action.
 
     Attributes:
         observation: a JSON object.
@@ -63,12 +63,13 @@ class OpenEnvClient:
             self._connection: Any = self._ended.enter_context(
                 client.connect(
                     url,
-                    # No server behind a proxy that a cluster has for the world.
+                    # A server of the cluster is not reached through the proxy for the
+                    # outside.
                     proxy=None,
                     compression=None,
                     open_timeout=left,
                     close_timeout=_CLOSE,
-                    # Who computes an answer may not answer pings meanwhile.
+                    # A server that computes an answer may not answer pings meanwhile.
                     ping_interval=None,
                     max_size=most_bytes,
                 )
@@ -166,7 +167,7 @@ class OpenEnvClient:
         if reward is None:
             return 0.0
         number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        # Not true of NaN, nor of an integer that is too large for a float.
+        # False for NaN, and for an integer that is too large for a float.
         if not number or not abs(reward) < 1e300:
             raise ServerError(
                 f"{self._url}: the reward must be a finite number, got {reward!r:.80}"

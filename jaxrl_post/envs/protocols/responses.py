@@ -96,7 +96,7 @@ def response_of(
     name: str,
     truncated: bool = False,
 ) -> dict[str, Any]:
-    """The response that a conversation is: what came after the request.
+    """Converts a conversation to a response: the messages after the request.
 
     An answer becomes a message, if it has a text or no calls, and a function_call a
     call; the result of a call becomes a function_call_output; what else was said to the

@@ -37,9 +37,9 @@ class Verifiers:
     """Tasks and episodes of an environment of verifiers, as they are.
 
     The library is not installed here, as it needs other versions of packages: a process
-    of the Python that has it plays the episodes, one beside each worker process. An
-    episode is that of an agent (`AgentEnvironment`): the environment's own program
-    calls the model, and its own rewards judge what it did.
+    of the Python that has it plays the episodes, one for each worker process. An
+    episode is an agent's (`AgentEnvironment`): the environment's own program calls the
+    model, and its own rewards judge what it did.
 
     Args:
         python: a Python that has verifiers, 0.4 or later, and the environment.
@@ -98,7 +98,7 @@ class Verifiers:
         return tuple(found)
 
     def prepare(self) -> None:
-        """Loads the environment, in the process beside this one.
+        """Loads the environment, in the other Python's process.
 
         Raises:
             RuntimeError: it cannot be loaded.
@@ -135,7 +135,7 @@ class _Player:
         self._name = environment.name
         arguments = [environment.config, str(environment.most)]
         with contextlib.ExitStack() as stack:
-            # Its log is shown if it ends; nobody reads it meanwhile.
+            # Its log is shown if it ends, and not read before.
             self._log = stack.enter_context(tempfile.TemporaryFile())
             try:
                 # In a session of its own it sees the end of its input when this process
@@ -153,7 +153,7 @@ class _Player:
                 ) from error
             stack.callback(_ended, self._process)
             self._end = weakref.finalize(self, stack.pop_all().close)
-        # Of each task the prompt, and a hash of all that makes it.
+        # The prompt of each task, and a hash of all that makes it.
         self.tasks: list[list[str]] = self._answer(_START)["tasks"]
 
     def play(self, task: int, base_url: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ async def serve(config, most, answers):
 def main():
     """Serves the environment of the configuration in a file."""
     path, most = sys.argv[1:]
-    # What an environment prints is no answer.
+    # Keep what an environment prints out of the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     config = json.loads(Path(path).read_text(encoding="utf-8"))

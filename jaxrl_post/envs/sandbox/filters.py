@@ -1,4 +1,4 @@
-"""A seccomp filter: the system calls that a program in the sandbox does without.
+"""A seccomp filter that denies system calls to programs in the sandbox.
 
 The filter is a program for the kernel's classic BPF machine, assembled here and
 installed by `inside.py`. It refuses what has let programs out of sandboxes before
@@ -206,7 +206,7 @@ def seccomp_filter(known: Architecture, *, landlock: int | None, alone: bool) ->
     silent: dict[str, tuple[int | None, int | None]] = {}
     if landlock is not None:
         silent = _WITHOUT_EFFECT | _GROUPS
-        if landlock < 3:  # Truncation is not asked for.
+        if landlock < 3:  # Landlock's old versions do not check truncation.
             refused |= _TRUNCATE
     if not alone:
         refused |= _SIGNALS
@@ -283,5 +283,5 @@ def _error(number: int) -> _Instruction:
 
 
 def _case(number: int, *body: _Instruction) -> list[_Instruction]:
-    """What becomes of one call; the body ends in a return on every way through it."""
+    """Filters one system call; every path through the body ends in a return."""
     return [(_EQUAL, 0, len(body), number), *body]

@@ -48,7 +48,7 @@ def prctl(option, *arguments):
 
 
 def guard(owner, home):
-    """Goes on in a child; this process ends the place with its owner, or when told to.
+    """Continues in a child; this process ends the place with its owner, or when told.
 
     It ends last: what has lost its parent becomes its child, and no descendant is left.
     It removes the directory, which an owner that was killed does not; another removes
@@ -66,7 +66,7 @@ def guard(owner, home):
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    os.setpgid(child, child)  # Whichever of the two is first.
+    os.setpgid(child, child)  # Both do this; the first one counts.
     # The child's end is the end of its output, too.
     os.closerange(0, 256)
     ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -74,8 +74,8 @@ def guard(owner, home):
     while signal.sigwait(ends) == signal.SIGCHLD:
         if os.waitid(os.P_PID, child, ended):
             break
-    # All at once are those in its group, which the filter lets none leave. The numbers
-    # are of children that were not waited for, so none is another process's by now.
+    # Killing its group ends them all at once, since the filter lets none leave it. The
+    # numbers belong to children that were not waited for, so no other process has them.
     os.killpg(child, signal.SIGKILL)
     while True:
         for number in children():
@@ -109,7 +109,7 @@ def children():
 
 
 def limit(settings, parent):
-    """Gives up what the settings tell: limits, user, files, system calls."""
+    """Applies the settings: limits, user, files, system calls."""
     import ctypes
     import resource
 
@@ -264,7 +264,7 @@ def as_child(stdin, stdout, stderr):
 
 
 def interpret(code, done):
-    """Runs pieces of Python for ever; prints what the last expression of one gives."""
+    """Runs pieces of Python for ever; prints the value of a last expression."""
     import ast
     import linecache
     import traceback
@@ -325,10 +325,10 @@ class Calls:
         self.reader, self.writer = reader, writer
         self.most = settings["output_bytes"]
         # Whether no other program has this user, or none can be seen: then a signal to
-        # all processes reaches those of this sandbox alone.
+        # all processes reaches only this sandbox's.
         self.alone = settings["alone"]
         self.interpreter = None
-        # How each of the children that have ended did so.
+        # Status of each child that has ended.
         self.children, self.ended = set(), {}
 
     def start(self):

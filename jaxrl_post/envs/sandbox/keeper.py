@@ -28,7 +28,7 @@ __all__ = ["Keeper", "Process", "framed", "remove_directory"]
 
 # Seconds between two looks at what places use.
 _INTERVAL = 0.1
-# What a socket has sent and its other end has not received, at most.
+# Most bytes that a socket has sent and its other end has not received.
 _SOCKET_BYTES = Path("/proc/sys/net/core/wmem_default")
 # Seconds for killed processes to be gone; a kernel that takes longer hangs.
 _GONE = 30.0
@@ -50,7 +50,7 @@ class Process:
             start_new_session=True,
         )
         assert self.popen.stdin is not None
-        with suppress(BrokenPipeError):  # It ended at once; whoever waits learns why.
+        with suppress(BrokenPipeError):  # It ended at once; `wait` tells why.
             os.write(self.popen.stdin.fileno(), framed(dict(start.settings)))
         self.used = False
         self.reason: Ended | None = None
@@ -92,7 +92,7 @@ class Process:
         """Closes this side of the pipes; may be repeated."""
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
-                # What is left to be written reaches nobody.
+                # No process is left to read what is still to be written.
                 with suppress(OSError):
                     stream.close()
 
@@ -105,8 +105,8 @@ class Process:
         """The limit that the place is over, if any."""
         limits = self._limits
         processes = list(_tree(self.popen.pid))
-        # The place's own: the first, which guards it, that of the calls, the
-        # interpreter, and one that has just been forked.
+        # The place's own four: its guard, the process of the calls, the interpreter,
+        # and one that has just been forked.
         if not self._start.namespace and len(processes) > limits.processes + 4:
             return "processes"
         most = limits.memory_bytes - _socket_bytes(processes)
@@ -117,7 +117,7 @@ class Process:
             return "memory"
         directory = self._start.directory
         if directory is None:
-            # The first one stands outside.
+            # The first one is outside of the sandbox.
             for inner in processes[2:3]:
                 with suppress(OSError):
                     usage = os.statvfs(f"/proc/{inner}/root{self._start.home}")
@@ -183,7 +183,7 @@ class Keeper:
                 start, limits, future = request
                 try:
                     process = Process(start, limits)
-                except Exception as error:  # The caller's to handle.
+                except Exception as error:  # The caller handles the error.
                     if start.directory is not None:
                         remove_directory(start.directory)
                     future.set_exception(error)
@@ -203,8 +203,8 @@ class Keeper:
 
 
 def _try_to_kill(process: Process, reason: Ended | None = None) -> None:
-    # A failure must not end the thread that watches the other places; whoever closes
-    # the place tries again, and learns of it.
+    # A failure must not end the thread that watches the other places; closing the place
+    # tries again, and reports it.
     with suppress(OSError, subprocess.TimeoutExpired):
         process.kill(reason)
 
@@ -244,7 +244,7 @@ def _kilobytes(path: str, *names: str) -> int:
 
 
 def _socket_bytes(processes: list[int]) -> int:
-    """What the sockets of processes can hold: the kernel's memory, and no process's."""
+    """Bytes that the sockets of processes can hold, in the kernel's memory."""
     found = set()
     for process in processes:
         with suppress(OSError):
@@ -256,7 +256,7 @@ def _socket_bytes(processes: list[int]) -> int:
     try:
         each = int(_SOCKET_BYTES.read_text())
     except OSError:
-        each = 212_992  # As the kernel has it by itself.
+        each = 212_992  # The kernel's default.
     return len(found) * each
 
 

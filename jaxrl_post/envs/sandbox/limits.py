@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and what became of it."""
+"""Limits of a program in the sandbox, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ type Ended = Literal[
 
 
 class SandboxError(RuntimeError):
-    """No sandbox can be had as asked, or a call was made to a place that has ended."""
+    """No sandbox is available as requested, or the place of a call has ended."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one place of the sandbox may use.
+    """Resources that one place of the sandbox may use.
 
     Args:
         wall_seconds: a call's time on the clock; the call's processes are then killed.
@@ -31,8 +31,8 @@ class Limits:
         directory_bytes: size of all files together.
         files: number of files and directories.
         open_files: open files of one process.
-        output_bytes: standard output and standard error that a call returns, each; what
-            a program prints beyond is dropped while it goes on.
+        output_bytes: standard output and standard error that a call returns, each;
+            further output is dropped while the program runs on.
 
     Raises:
         ValueError: if a limit is not positive.
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call.
+    """Outcome of a call: how it ended, and its output.
 
     All of it was in the program's hands: it may print what it likes and end with any
     status. A verdict about a program is made outside of the sandbox, from values that

@@ -1,7 +1,7 @@
 """The ways in which a place can be closed off from the machine.
 
-Each has a name, the reason why it cannot be had here, if there is one, and what it lets
-through. `find` tries them in the order in which they stand here.
+Each has a name, the reason why it is not available here, if there is one, and what it
+lets through. `find` tries them in the order in which they stand here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Interpreter:
 
     Args:
         executable: path of the program.
-        paths: files and directories beside the system's that it needs.
+        paths: files and directories that it needs, except the system's.
     """
 
     executable: str
@@ -57,7 +57,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a place.
+    """The command and settings that start a place.
 
     Args:
         command: the program and its arguments.
@@ -81,16 +81,16 @@ class Mechanism(Protocol):
 
     @property
     def name(self) -> str:
-        """As in "require:NAME"."""
+        """The name in "require:NAME"."""
         ...
 
     @property
     def lets_through(self) -> str:
-        """What it does not keep from a program, for the user to read."""
+        """Lists what it does not keep from a program, for the user to read."""
         ...
 
     def unavailable(self) -> str | None:
-        """Why it cannot be had on this machine; None if it seems that it can."""
+        """Says why it cannot be used on this machine; None if it seems that it can."""
         ...
 
     def accepts(self, python: Interpreter) -> bool:
@@ -98,7 +98,7 @@ class Mechanism(Protocol):
         ...
 
     def start(self, python: Interpreter, limits: Limits) -> Start:
-        """How to start the next place."""
+        """Makes the command that starts the next place."""
         ...
 
 
@@ -106,7 +106,7 @@ def interpreters(chosen: str | None) -> tuple[Interpreter, ...]:
     """The Pythons that a place may run, the best first.
 
     Args:
-        chosen: path of an interpreter, such as that of a virtual environment with the
+        chosen: path of an interpreter, such as a virtual environment's with the
             packages that programs may import; None for the one that runs this program,
             without its packages, or else the system's.
 
@@ -118,7 +118,7 @@ def interpreters(chosen: str | None) -> tuple[Interpreter, ...]:
         if not os.access(path, os.X_OK) or path.is_dir():
             raise ValueError(f"sandbox's python: {chosen!r} is no program")
         real = path.resolve()
-        # A virtual environment has its packages beside it, and its base elsewhere.
+        # A virtual environment has its packages in its folder, and its base elsewhere.
         prefixes = {str(path.parent.parent), str(real.parent.parent)}
         return (Interpreter(str(path), _outside_of_system(prefixes)),)
     found = []
@@ -167,8 +167,8 @@ def _environment(python: Interpreter, home: str) -> dict[str, str]:
         "TMPDIR": home,
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
-        # One thread of linear algebra: threads count as processes, and the cores are
-        # those of the trainer.
+        # One thread of linear algebra: threads count as processes, and the cores belong
+        # to the trainer.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -232,7 +232,7 @@ class Bubblewrap:
     lets_through: str = "the kernel's own errors, and the machine's name and load"
 
     def unavailable(self) -> str | None:
-        """Why `bwrap` cannot run; whether it may make namespaces is for a trial."""
+        """Says why `bwrap` cannot run; a trial shows whether it may make namespaces."""
         if shutil.which("bwrap") is None:
             return "bwrap is not on PATH (Debian and Ubuntu: apt install bubblewrap)"
         return _unknown_processor()
@@ -316,7 +316,7 @@ class Landlock:
     version: int | None = None
 
     def unavailable(self) -> str | None:
-        """Why the kernel refuses."""
+        """Says why the kernel refuses."""
         if not _landlock_version():
             return "the kernel has no Landlock (it came with Linux 5.13), or it is off"
         return _unknown_processor()
@@ -348,7 +348,7 @@ class Landlock:
         paths.append((str(directory), own))
         processes = limits.processes + 3
         if not root:
-            # All processes of the user count; `keeper.py` counts those of the place.
+            # All processes of the user count; `keeper.py` counts the place's.
             processes += _threads_of(os.getuid()) + 256
         # From version 6 on, Landlock keeps signals inside.
         alone = root or version >= 6
@@ -379,7 +379,7 @@ class Gvisor:
     )
 
     def unavailable(self) -> str | None:
-        """Why `runsc` cannot run."""
+        """Says why `runsc` cannot run."""
         if shutil.which("runsc") is None:
             return "runsc is not on PATH (https://gvisor.dev/docs/user_guide/install)"
         return _unknown_processor()
@@ -478,7 +478,7 @@ class Unsafe:
     )
 
     def unavailable(self) -> str | None:
-        """Always to be had."""
+        """None: it is always available."""
         return None
 
     def accepts(self, python: Interpreter) -> bool:

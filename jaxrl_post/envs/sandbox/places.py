@@ -21,7 +21,7 @@ __all__ = ["Place"]
 # Seconds for a place to start, and for an answer beyond the time of its call.
 _START = 30.0
 _GRACE = 2.0
-# What a call may bring in: a place has less memory than the machine.
+# Most bytes of a call's input: a place has less memory than the machine.
 _CALL_BYTES = 64 << 20
 _REASONS: Mapping[int, Ended] = {
     inside.EXIT: "exit",
@@ -32,7 +32,7 @@ _REASONS: Mapping[int, Ended] = {
 
 
 class _Answer(NamedTuple):
-    """What `inside.py` answers: how a call ended, and the output."""
+    """Answer of `inside.py`: how a call ended, and the output."""
 
     kind: int
     status: int
@@ -121,7 +121,7 @@ class Place:
         Args:
             arguments: the program and its arguments.
             stdin: its standard input.
-            environment: variables beside those of the place (PATH, HOME, TMPDIR, LANG).
+            environment: further variables; a place has PATH, HOME, TMPDIR and LANG.
             seconds: time on the clock, at most `Limits.wall_seconds`, the default.
             processor: processor time, which a busy machine does not change.
 
@@ -264,7 +264,7 @@ class Place:
         answer = self._receive(process, _framed(call), until, most)
         if not isinstance(answer, str):
             return answer
-        # What the place says no longer counts: it goes, with all its processes.
+        # The place's answer no longer counts: it ends, with all its processes.
         took = time.monotonic() - begin
         late = took >= seconds
         process.kill("time" if late else "lost")

@@ -50,7 +50,7 @@ class Sandbox:
         self._open: weakref.WeakSet[Place] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
-        # Also at the end of the program, if nobody closes it.
+        # Also at the end of the program, if it was never closed.
         self._finalizer = weakref.finalize(self, Keeper.close, self._keeper)
 
     def __enter__(self) -> Sandbox:
@@ -66,7 +66,7 @@ class Sandbox:
 
     @property
     def lets_through(self) -> str:
-        """What the mechanism does not keep from a program."""
+        """Lists what the mechanism does not keep from a program."""
         return self._mechanism.lets_through
 
     @property
@@ -146,7 +146,7 @@ def find(
 
     Raises:
         ValueError: if the requirement names no mechanism.
-        SandboxError: if none can be had; the message tells why of each.
+        SandboxError: if none is available; the message says why for each.
 
     >>> find("require:chroot")
     Traceback (most recent call last):

@@ -51,8 +51,8 @@ class Bfcl:
     An episode has up to seven turns of the user. The policy calls functions of up to
     two APIs (a file system, a car, a broker, ...), which keep state; its first answer
     without a call ends the turn. As in the benchmark, a turn is right if after it the
-    APIs have the state that the right calls lead to, and the results so far hold those
-    of the right calls. The reward is 1 if all turns are right, and 0 otherwise. An
+    APIs have the state that the right calls lead to, and the results so far include the
+    right calls' results. The reward is 1 if all turns are right, and 0 otherwise. An
     episode ends at the first wrong turn, as it cannot be right any more, and after more
     than 20 answers with calls in a turn.
 
@@ -203,7 +203,7 @@ class BfclSession:
 
 
 def gold_calls(task: Task) -> list[tuple[ToolCall, ...]]:
-    """The right calls of a task, a tuple a turn of the user.
+    """The right calls of a task, one tuple per turn of the user.
 
     Args:
         task: of `Bfcl`.
@@ -246,12 +246,12 @@ def _parsed(text: str) -> _Call:
 def _called(
     apis: Mapping[str, Any], name: str, values: Sequence[Any], named: Mapping[str, Any]
 ) -> str:
-    """What a function returns, as the benchmark writes it."""
-    # Of a name that two APIs have, the benchmark takes the last one's.
+    """Calls a function and writes its result as the benchmark does."""
+    # If two APIs have a function of this name, the benchmark takes the last one's.
     owner = [api for api in apis.values() if hasattr(api, name)][-1]
     try:
         result = getattr(owner, name)(*values, **named)
-    # The APIs are somebody's code, and the arguments are a model's.
+    # The APIs are foreign code, and the arguments are a model's.
     except Exception as error:
         return f"Error during execution: {error}"
     if isinstance(result, dict):
@@ -306,7 +306,7 @@ def _tasks(category: Category) -> tuple[Task, ...]:
 
 
 def _turn(row: Mapping[str, Any], number: int) -> tuple[Message, ...]:
-    """What the user says in a turn.
+    """The user's messages of a turn.
 
     Functions that were missing until then are described, one a line, as the benchmark
     does for models that have no tools in their template: those in the prompt cannot be
@@ -378,7 +378,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _folder() -> Path:
-    """Where the package is."""
+    """Finds the package's folder."""
     found = importlib.util.find_spec("bfcl_eval")
     if found is None or found.origin is None:
         raise ModuleNotFoundError(

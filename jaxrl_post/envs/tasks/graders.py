@@ -98,7 +98,7 @@ class Grader:
             _function(self.name)
 
     def wrong_with(self, answer: Any) -> str | None:
-        """Why an answer of a file cannot be used as a reference; None if it can.
+        """Says why an answer of a file cannot be a reference; None if it can.
 
         Raises:
             ModuleNotFoundError: "schema" without the extra.

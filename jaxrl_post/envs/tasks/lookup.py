@@ -24,7 +24,7 @@ from jaxrl_post.envs.tools import Tool, ToolEnvironment, ToolError
 
 __all__ = ["Table", "lookup"]
 
-# The answer of somebody who does not know.
+# The answer of a model that does not know.
 UNKNOWN = "?"
 
 _TOOL = Tool(
@@ -36,7 +36,7 @@ _TOOL = Tool(
         "required": ["key"],
     },
 )
-# Share of the keys, but for those of the last level, that lead to another key.
+# Share of the keys above the last level that lead to another key.
 _REDIRECTED = 0.7
 
 
@@ -57,7 +57,7 @@ def lookup(
 
     Args:
         slips: share of the first turns, in [0, 1], whose demonstration is "?", as of
-            somebody who does not know and does not look.
+            a model that does not know and does not look.
         depth: most keys on the way to a value, in [1, 8].
         seed: seeds keys and values.
         train_size: number of training tasks.
@@ -104,7 +104,7 @@ class Table:
         return self
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What stands in the table.
+        """Returns the table's entry for a key.
 
         Raises:
             ToolError: the argument is no key.
@@ -129,7 +129,7 @@ class Table:
         return f"{rng.randrange(100):02d}"
 
     def level(self, key: str) -> int:
-        """On which place of a way a key stands."""
+        """Index of a key on the way to its value."""
         digest = hashlib.blake2b(f"{self.seed} {key}".encode(), digest_size=2).digest()
         return int.from_bytes(digest) % self.depth
 
@@ -146,7 +146,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The tasks, and what an answer earns."""
+    """The tasks, and the reward of an answer."""
 
     slips: float
     depth: int

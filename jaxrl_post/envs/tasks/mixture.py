@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Mixture:
-    """What all kinds of mixture have; `mixture` makes the kind that is needed."""
+    """Base of all kinds of mixture; `mixture` makes the kind that is needed."""
 
     parts: tuple[Part, ...]
     size: int | None = None
@@ -84,7 +84,7 @@ class _Mixture:
         return "+".join(part.name for part in self.parts)
 
     def trials(self, split: Split) -> list[tuple[StatelessEnvironment, Task]]:
-        """Those of all environments."""
+        """The trials of all environments."""
         parts = [part.environment for part in self.parts]
         each = [part.trials(split) for part in parts if isinstance(part, NeedsTrial)]
         return [trial for trials in each for trial in trials]
@@ -145,7 +145,7 @@ class _Mixture:
         def make(index: int) -> Task:
             _, number, place = mixed[index]
             count, each = counts[number], tasks[number]
-            # Of more tasks than there is room for, some at equal distances.
+            # If there are more tasks than room, take some at equal distances.
             few = count < len(each)
             inner = each[place * len(each) // count if few else place % len(each)]
             return self._outer(index, number, inner)
@@ -159,7 +159,7 @@ class _Mixture:
         def make(index: int) -> Task:
             left = index
             for low, high in pairwise(levels):
-                # Those that have a task of this height, one task of each in turn.
+                # Parts that have a task of this height, one task of each in turn.
                 tall = [number for number, size in enumerate(sizes) if size >= high]
                 if left < (high - low) * len(tall):
                     row, column = divmod(left, len(tall))
@@ -236,8 +236,8 @@ def mixture(
         size: training tasks in all, at most 100,000; None for enough to show each.
 
     Raises:
-        ValueError: no part, two parts of one name, a size too small, or agents beside
-            environments that answer turns.
+        ValueError: no part, two parts of one name, a size too small, or agents mixed
+            with environments that answer turns.
 
     >>> from jaxrl_post.envs.tasks.arithmetic import Arithmetic
     >>> sums, products = Arithmetic(), Arithmetic(operations="*")

@@ -28,7 +28,7 @@ CALL_S = 3600.0
 
 @dataclass(frozen=True)
 class Nim:
-    """Take 1 to 3 of the stones that are left; who takes the last one wins.
+    """Take 1 to 3 of the stones that are left; the player of the last one wins.
 
     In training both players are the policy: `player_url` of "first" and "second". The
     winner's reward is 1 and the loser's -1. A move is the last number in an answer; one
@@ -36,7 +36,7 @@ class Nim:
     who has not moved yet when the other one loses gets nothing.
 
     In the held-out games the policy plays against a scripted opponent, which begins
-    every other one, but for those that it would win at once. The reward is 1 for a
+    every other one, except games that it would win at once. The reward is 1 for a
     win, else 0. Who can leave a multiple of 4 wins; the opponent knows that in a share
     `skill` of its moves.
 
@@ -50,7 +50,7 @@ class Nim:
             others are random. Where no move is good it takes any.
         begun: share of the training games, in [0, 1], whose prompt holds a random move
             of each player, if stones are left then: so a supervised warm start sees
-            how a game goes on.
+            later moves of a game.
         slips: share of the demonstrations, in [0, 1], that take as many stones as they
             may. A model that imitates them learns the rules, but wins seldom.
         instruction: text before the number of the game.
@@ -145,7 +145,7 @@ class Nim:
             name: _Player(player_url(base_url, name), task.data["prefix"])
             for name in PLAYERS
         }
-        # What the first player has heard and said in a game that has begun.
+        # The first player's messages in a game that has begun.
         players[PLAYERS[0]].messages = [
             {"role": each.role, "content": each.content} for each in task.messages[:-1]
         ]

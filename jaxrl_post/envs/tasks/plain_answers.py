@@ -4,7 +4,7 @@ Some of the library's scorers run `eval` or sympy's `parse_expr`, which is `eval
 on the text that they score. What a model wrote must never be executed. So such a scorer
 is shown an answer only if it is one of the problem's own right answers, or if its
 syntax tree has nothing but what an answer of the task consists of; and then it is shown
-text that is written anew from that tree.
+text that is written from that tree.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["harmless"]
 # Tasks whose answers are lists, or text, and that evaluate what looks otherwise.
 _DATA = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 
-# Tasks whose answers are formulas, with the names that an answer may have beside those
-# of its problem.
+# Tasks whose answers are formulas, with the names that an answer may have in addition
+# to its problem's.
 _FORMULAS = {
     "countdown": set[str](),
     "puzzle24": set[str](),
@@ -56,7 +56,7 @@ _LARGEST_FLOAT = 1e9
 
 
 def harmless(answer: str, task: str, entry: Mapping[str, Any]) -> str | None:
-    """What a scorer of the library may be shown for an answer.
+    """Returns text that is safe to show to a scorer of the library for an answer.
 
     Args:
         answer: the model's answer, stripped of white space.
@@ -108,7 +108,7 @@ def _names(entry: Mapping[str, Any]) -> set[str]:
 
 
 def _parsed(text: str) -> ast.expr | None:
-    """The syntax tree of an expression; None for what is none. Nothing is executed."""
+    """Parses an expression, without executing it; None for other text."""
     try:
         with warnings.catch_warnings():
             # About what looks like a mistake, such as calling a number.
@@ -133,7 +133,7 @@ def _is_data(node: ast.expr) -> bool:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What a formula may have.
+    """Names and operations that a formula may have.
 
     Attributes:
         names: of variables and constants.

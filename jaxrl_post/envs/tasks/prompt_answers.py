@@ -36,7 +36,7 @@ class PromptAnswers(TasksOfFiles["_Row"]):
     - exact: the response equals the answer; both are stripped of white space.
     - f1: the share of right words, as SQuAD computes it: the F1 of the words of both,
       without case, articles and punctuation. The answer is a text or a list of accepted
-      texts, of which the best counts.
+      texts; the best match counts.
     - math: math-verify finds the final answers of both equal (extra `math`). The final
       answer of a response is a number after "####" or the content of `\boxed{...}`,
       unless `extraction` is "flexible". In the file, these marks are optional.

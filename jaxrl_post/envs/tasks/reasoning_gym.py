@@ -131,7 +131,7 @@ class ReasoningGym:
         self._dataset("eval")
 
     def tasks(self, split: Split) -> TaskSequence:
-        """The problems of a split; those of "train" are generated on access.
+        """The problems of a split; "train" problems are generated on access.
 
         Args:
             split: "train" or "eval".
@@ -167,14 +167,14 @@ class ReasoningGym:
         # Scorers read the configuration, never the seed: both splits score alike.
         dataset = self._dataset("eval")
         entry = task.data["entry"]
-        # A composite's scorer is that of the task that an entry comes from.
+        # A composite scores an entry with the task that the entry comes from.
         scorer = entry["metadata"].get("source_dataset", self.task)
         shown = harmless(answer, scorer, entry)
         with processor_time(_SCORING_S, f"the scorer of {scorer}"):
             try:
                 score = float(dataset.score_answer(shown or "", entry))
                 raised = 0.0
-            # These say nothing of the answer.
+            # These errors are not the answer's fault.
             except (ImportError, MemoryError):
                 raise
             # Third-party scorers convert the model's text without checking it first, so

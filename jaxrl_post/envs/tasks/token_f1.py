@@ -1,4 +1,4 @@
-"""How many words of a short answer are right: SQuAD's F1 and exact match.
+"""Scores a short answer by its words: SQuAD's F1 and exact match.
 
 References:
     Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text",
@@ -19,7 +19,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 def words(text: str) -> list[str]:
     """The words that are compared: lower case, without articles and punctuation.
 
-    Punctuation is that of ASCII. Words are separated by white space, so a text in
+    Punctuation is ASCII's. Words are separated by white space, so a text in
     Chinese or Japanese is one word.
 
     >>> words("The U.S. Senate!")
@@ -29,7 +29,7 @@ def words(text: str) -> list[str]:
 
 
 def token_f1(said: str, accepted: Sequence[str]) -> tuple[float, bool]:
-    """The F1 of the words of an answer and those of the accepted text that fits best.
+    """The F1 of an answer's words with the accepted text that fits best.
 
         precision = common / words said      recall = common / words accepted
         F1 = 2 precision recall / (precision + recall)
@@ -41,8 +41,8 @@ def token_f1(said: str, accepted: Sequence[str]) -> tuple[float, bool]:
         accepted: at least one text.
 
     Returns:
-        The largest F1, in [0, 1], and whether the words equal those of an accepted
-        text, in order.
+        The largest F1, in [0, 1], and whether the words equal an accepted text's, in
+        order.
 
     >>> token_f1("the Eiffel tower in Paris", ["Eiffel Tower", "Tour Eiffel"])
     (0.6666666666666666, False)

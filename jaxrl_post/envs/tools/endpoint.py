@@ -19,7 +19,7 @@ __all__ = ["Endpoint"]
 class Endpoint:
     """Tools that are called by POST URL/NAME with the arguments as JSON.
 
-    The body of the answer is the result, also that of a status from 400 to 499, which
+    The body of the answer is the result, also with a status from 400 to 499, which
     tells the policy what was wrong with its call. A status from 500 on, and an answer
     that does not come in time, are told as errors. Cookies are kept for an episode, so
     a server may know it again.

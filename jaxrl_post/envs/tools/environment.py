@@ -37,7 +37,7 @@ __all__ = ["ToolEnvironment", "ToolSession"]
 # Characters of one result: the policy reads few of them, and the trainer must tokenise
 # all. `--rollout.max-result-tokens` cuts further.
 LONGEST_RESULT = 2**16
-# What depends on the clock, as the policy reads it.
+# Results that depend on the clock, as the policy reads them.
 _TOO_LATE = "the earlier calls took too long; call it in the next turn"
 _SLOW = "error: no answer within "
 
@@ -59,9 +59,9 @@ class ToolEnvironment:
         environment: has the tasks, and judges an answer by `step`.
         toolsets: the tools.
         max_calls: most calls of a turn; those beyond are refused.
-        turn_seconds: time after which no further call of a turn begins, without that
-            in which a tool's server was away. With that of a call it must stay below
-            the deadline of a judgement.
+        turn_seconds: time after which no further call of a turn begins, not counting
+            time in which a tool's server was away. Together with the time of a call it
+            must stay below the deadline of a judgement.
 
     Raises:
         ValueError: two tools have one name, or the environment has no `step`.
@@ -103,7 +103,7 @@ class ToolEnvironment:
         return TaskSequence(len(tasks), lambda i: replace(tasks[i], tools=tools))
 
     def trials(self, split: Split) -> Sequence[tuple[StatelessEnvironment, Task]]:
-        """Those of the environment, which judges without the tools."""
+        """The trials of the environment, which judges without the tools."""
         inner = self.environment
         return inner.trials(split) if isinstance(inner, NeedsTrial) else ()
 
@@ -137,7 +137,7 @@ class ToolSession:
 
     Args:
         task: the task.
-        tools: those of the episode, by the name that the policy calls.
+        tools: the episode's tools, by the name that the policy calls.
         judge: (task, conversation) -> the answer to a turn without calls.
         ended: closes the tools.
         concurrent: names of the tools whose calls may be carried out at the same time.
@@ -179,8 +179,8 @@ class ToolSession:
         """Takes a turn again that was answered with `said`; see `envs.env.Repeats`.
 
         What depended on the clock stays as it was. A call that came too late is not
-        carried out. One that was too slow is, but whatever comes of it, the policy was
-        told that no answer came in time, which stays true.
+        carried out. A call that was too slow is, but its result is dropped: the policy
+        was told that no answer came in time, which stays true.
         """
         return self._taken(turn, said)
 
@@ -189,7 +189,7 @@ class ToolSession:
         # A turn that was cut may have lost a call: it is judged as it is.
         if turn.truncated or not (turn.tool_calls or turn.broken_calls):
             step = self._judge(self._task, self._conversation)
-            # A judge may also go on, with what a user says next.
+            # A judge may also continue the episode with a user's next message.
             self._conversation = (*self._conversation, *step.messages)
             return replace(step, metrics={**step.metrics, **self._metrics()})
         until = time.monotonic() + self._turn_seconds - self._lost()
@@ -240,7 +240,7 @@ class ToolSession:
             return self._repeated(call, place, said)
 
         outcomes: list[tuple[str, ErrorKind | None]] = []
-        # What is no tool at all is refused, and holds nobody up.
+        # A name that is no tool is refused, and delays no other call.
         for alone, group in groupby(
             enumerate(calls), lambda placed: placed[1].name in self._alone
         ):
@@ -273,15 +273,15 @@ class ToolSession:
     def _outcome(
         self, call: ToolCall, place: int, until: float
     ) -> tuple[str, ErrorKind | None]:
-        """What the policy is told of a call, and the kind of error if it is one."""
+        """Makes a call; returns the policy's text, and the kind of error if any."""
         try:
             return self._result(call, place, until)[:LONGEST_RESULT], None
         except ToolError as error:
             return f"error: {error}", error.kind
         except (SandboxError, ServerError):
-            # Nothing that the policy did, nor can mend: the episode fails.
+            # The policy neither caused this nor can mend it: the episode fails.
             raise
-        # A tool is somebody's code, and may raise anything.
+        # A tool is a user's code, and may raise anything.
         except Exception as error:
             told = f"error: {type(error).__name__}: {error}"
             return told[:LONGEST_RESULT], "tool_failed"

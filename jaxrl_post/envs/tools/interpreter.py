@@ -84,7 +84,7 @@ class Interpreter:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._found()
 
@@ -107,7 +107,7 @@ class OpenInterpreter:
 
     @property
     def mechanism(self) -> str:
-        """How the place is closed off."""
+        """The mechanism that closes off the place."""
         return self._sandbox.mechanism
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -146,7 +146,7 @@ class OpenInterpreter:
 
 
 def _told(outcome: Outcome) -> str:
-    """What became of a call, for the policy to read."""
+    """Writes a call's outcome for the policy."""
     text = outcome.stdout
     if outcome.stderr:
         text += ("\n" if text and not text.endswith("\n") else "") + outcome.stderr

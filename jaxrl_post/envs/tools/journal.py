@@ -40,7 +40,7 @@ class Journal:
         self._made: list[tuple[str, Mapping[str, Any], str | None]] = []
 
     def make(self, name: str, arguments: Mapping[str, Any], call: _Call) -> str:
-        """Makes a call, and keeps what came of it.
+        """Makes a call, and records its outcome.
 
         Raises:
             ToolError: as `call`; this is an outcome too.

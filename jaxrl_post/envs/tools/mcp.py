@@ -25,10 +25,10 @@ _START = 30.0
 _END = 5.0
 # Seconds for a connection that watches a server.
 _WATCH = 1.0
-# What the package mcp says of a server that has gone, or that a proxy cannot reach.
+# Errors of the package mcp for a server that has gone, or that a proxy cannot reach.
 _CLOSED = -32000
 _GONE = ("Session terminated", "Server returned an error response")
-# What it says of a status of 404 without a session, with the code of no such method.
+# Its error for status 404 without a session, with the code of an unknown method.
 _NOT_FOUND = (-32601, "Not Found")
 
 
@@ -43,7 +43,7 @@ class McpServer:
     A server that has gone is connected to again within the same call: one of `command`
     is started again once, one of a `url` is tried for `seconds`. Unless it is `shared`,
     it gets the episode's earlier calls again first, and must answer them as it did. If
-    it stays away, the episode fails. A call that was under way is made again, so tools
+    it stays away, the episode fails. A call that was running is made again, so tools
     should do no harm when they are called twice.
 
     That a server of a `url` was started again between two calls is noticed by a second
@@ -53,7 +53,7 @@ class McpServer:
 
     A status from 400 to 500 of a `url`, such as 413 of a call that is too large, is
     told to the policy. Of these, 401, 403, 405 and 407 fail the episode at once, and
-    404, 408, 425 and 429 are those of a server that has gone, as are those above 500.
+    404, 408, 425 and 429 mean a server that has gone, and so does a status above 500.
 
     Args:
         command: a program and its arguments, which speaks MCP over stdio.
@@ -61,8 +61,8 @@ class McpServer:
         seconds: of a call, at most; as long a `url` that has gone is tried again.
         shared: whether episodes share a connection.
         concurrent: whether calls of a turn are made at the same time; then `seconds`
-            must be enough for all of them. None: calls of tools of which the server
-            says that they only read (`readOnlyHint`) are.
+            must be enough for all of them. None: only calls of tools that the server
+            marks as read-only (`readOnlyHint`).
 
     Raises:
         ModuleNotFoundError: the package mcp is not installed.
@@ -175,7 +175,7 @@ class OpenMcp:
         Raises:
             ToolError: the server says that the call failed, or is too slow.
             ServerError: the server has gone, and did not come back, or came back with
-                other answers; or it lets nobody in.
+                other answers; or it refuses all clients.
         """
         if self._shared:
             return self._made(name, arguments)
@@ -200,7 +200,8 @@ class OpenMcp:
                 # An attempt that failed may have left its watch.
                 self.close()
                 if self._watched is not None:
-                    # Before the connection is there, so that it sees every end of it.
+                    # Opened before the connection, so that it sees every end of the
+                    # server.
                     self._watch = _watch(self._watched, until)
                 self._connection = self._connect(until)
                 self._replay(self._connection)
@@ -243,13 +244,13 @@ class _Connection:
             self.close()
             told = f"{where}: no start within {seconds:.2g} s"
             raise UnreachableError(told) from error
-        except Exception as error:  # Whatever the program or the network did.
+        except Exception as error:  # Any failure of the program or the network.
             if _status(error) not in (None, 500):
                 raise ServerError(f"{where}: no connection, {_first(error)}") from error
             raise UnreachableError(f"{where}: {_first(error)}") from error
 
     def tools(self, concurrent: bool | None) -> tuple[Tool, ...]:
-        """What the server offers; `concurrent` is as of `McpServer`."""
+        """Lists the tools that the server offers; `concurrent` is as of `McpServer`."""
         found = _submit(self._client.list_tools()).result(_START)
         return tuple(
             Tool(
@@ -306,7 +307,7 @@ class _Connection:
 
 
 def _server(command: Sequence[str] | None, url: str | None) -> Any:
-    """What a client of the package mcp takes as its server."""
+    """Makes the argument that a client of the package mcp takes as its server."""
     try:
         from mcp import StdioServerParameters
     except ModuleNotFoundError as error:
@@ -342,7 +343,7 @@ def _shared_connection(
 
 
 def _left(until: float) -> float:
-    """Seconds that a server may take to start, of those that are left."""
+    """Seconds that a server may take to start, out of the remaining time."""
     return min(_START, max(until - time.monotonic(), 1e-3))
 
 

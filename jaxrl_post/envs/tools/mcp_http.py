@@ -1,10 +1,11 @@
-"""MCP over HTTP: a refusal is told from a server that has gone.
+"""MCP over HTTP, which tells a refusal from a server that has gone.
 
-Of every status from 400 on the package mcp says "Server returned an error response",
+For every status from 400 on the package mcp says "Server returned an error response",
 unless the body is a JSON-RPC error, which it passes on. But it is the status that tells
-a call that was refused from a server that is away, or that lets nobody in. So the body
-of a server that is away is left out, and that of a refusal is replaced by an error with
-the status in its data, unless it is a JSON-RPC error that the policy should read.
+a call that was refused from a server that is away, or that refuses all clients. So the
+body of a server that is away is left out, and the body of a refusal is replaced by an
+error with the status in its data, unless it is a JSON-RPC error that the policy should
+read.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ BARRED = (401, 403, 405, 407)
 # Statuses from 400 to 499 after which another attempt may succeed: the session is
 # unknown, or the server is busy.
 _LATER = (404, 408, 425, 429)
-# Most servers have this status when a tool raises; later ones are those of a proxy.
+# Most servers have this status when a tool raises; a proxy answers with higher ones.
 _RAISED = 500
 # Seconds for all but reading, and for reading: as the package mcp has them.
 _SECONDS, _READING = 30.0, 300.0
-# Characters of a body that are told.
+# Characters of a body that an error shows.
 _LONGEST = 200
 _STATUS = "status of HTTP"
 # "Internal error" of JSON-RPC, as the package mcp says in such a case.

@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 # Words of a query that are looked up; the others are dropped.
 _MOST_WORDS = 64
-# Words of which an index remembers whether they are common.
+# Words for which an index remembers whether they are common.
 _MOST_KNOWN = 1 << 14
 
 _TABLE = """
@@ -221,7 +221,7 @@ class _Index:
         self._common: dict[str, bool] = {}
 
     def rare(self, words: Sequence[str]) -> Sequence[str]:
-        """The words that do not stand in most passages; all, if there are no others.
+        """The words that most passages lack; all words if there are none.
 
         A word of most passages adds nothing to BM25, but makes all of them fit.
         """

@@ -1,4 +1,4 @@
-"""What a policy may call: functions with a schema, open for the time of an episode."""
+"""Tools of a policy: functions with a schema, open for the time of an episode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-# What went wrong with a call. "unreadable": it could not be read. "unknown_tool": there
+# Kinds of errors of a call. "unreadable": it could not be read. "unknown_tool": there
 # is no such tool. "bad_arguments": they do not fit the tool. "tool_failed": the tool
 # raised. "slow": a server gave no answer in time. "too_many": the turn had all the
 # calls that it may have. "too_late": the calls before took all the time that a turn
@@ -37,7 +37,7 @@ ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind.__value__)
 
 
 class ToolError(Exception):
-    """A call failed; the policy reads the message, and goes on.
+    """A call failed; the policy reads the message, and the episode continues.
 
     Args:
         message: what was wrong, and what to do.

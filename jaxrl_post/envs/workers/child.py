@@ -85,7 +85,7 @@ class Child:
                 self._process.wait(timeout=_KILL_WAIT_S)
 
     def exit_reason(self) -> str:
-        """How the process ended; call it after `reap`."""
+        """Describes how the process ended; call it after `reap`."""
         code = self._process.returncode
         if code is None:
             return "vanished"

@@ -1,4 +1,4 @@
-"""Where workers run, as an option says it: `local`, or `ray[:address]`."""
+"""Hosts of workers, as an option names them: `local`, or `ray[:address]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pool asks of a worker: to start, to answer one request, and to end."""
+"""Interface of a worker for its pool: start, answer one request, end."""
 
 from __future__ import annotations
 

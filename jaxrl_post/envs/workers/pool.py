@@ -336,7 +336,7 @@ class _Job:
 
     def begin(self) -> bool:
         """Whether a worker may answer: False if the caller has cancelled the future."""
-        # A future is set running once; after a loss it runs already.
+        # A future is set running only once; after a loss it is running already.
         return self.losses > 0 or self.future.set_running_or_notify_cancel()
 
     def fail(self, error: str) -> None:

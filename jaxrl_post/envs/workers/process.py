@@ -46,7 +46,7 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._child: Child | None = None
-        # Where the process makes directories, such as those of a sandbox.
+        # Folder in which the process makes directories, such as a sandbox's.
         self._scratch = scratch.name()
         self._ready = False
         self._killed = False

@@ -2,7 +2,7 @@
 
 Ray is loaded here and not in the trainer's process, for three reasons. Ray ends the
 process that uses it a minute after the cluster's head has died. It starts a cluster of
-its own by forks, which may deadlock beside jax's threads. It sets environment variables
+its own by forks, which may deadlock with jax's threads. It sets environment variables
 and signal handlers.
 
 The first frame on standard input is a JSON object of settings. Each later message is a
@@ -159,7 +159,7 @@ class _Seat(threading.Thread):
 
         make = ray.remote(ray_actor.Host).options(
             num_cpus=self._settings["cpus"],
-            # `kill` is answered while `ask` is under way.
+            # `kill` is answered while `ask` runs.
             max_concurrency=2,
             scheduling_strategy="SPREAD",
         )
@@ -179,9 +179,8 @@ class _Seat(threading.Thread):
         there, free = ray.cluster_resources(), ray.available_resources()
         return (
             f"no node had {cpus:g} CPUs free for a worker within {timeout_s:g} s: the "
-            f"cluster has {there.get('CPU', 0):g} CPUs, of which "
-            f"{free.get('CPU', 0):g} are free. Ask for fewer workers, or for fewer "
-            "CPUs for each, or add nodes"
+            f"cluster has {there.get('CPU', 0):g} CPUs, {free.get('CPU', 0):g} of them "
+            "free. Ask for fewer workers, or for fewer CPUs for each, or add nodes"
         )
 
     def _leave(self) -> None:

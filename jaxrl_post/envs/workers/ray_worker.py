@@ -38,10 +38,10 @@ class RayCluster:
     """A connection to a Ray cluster, whose nodes run workers. A context manager.
 
     A process of its own holds the connection (`ray_driver`), so that this process does
-    not load Ray. If it dies, the next worker that starts connects anew.
+    not load Ray. If it dies, the next worker that starts connects again.
 
     Args:
-        address: HOST:PORT of a cluster of which this machine is a node; "local" starts
+        address: HOST:PORT of a cluster with this machine as a node; "local" starts
             a cluster on this machine and ends it with the connection; None joins the
             cluster that `ray.init()` would find, or else starts a local one.
         cpus_per_worker: CPUs that the cluster reserves for each worker, > 0.

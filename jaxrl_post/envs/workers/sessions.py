@@ -134,7 +134,7 @@ class Sessions:
                     "when it was taken again in a new session (the worker of the first "
                     "had died, or the run was resumed): what a session does must "
                     f"depend on its task and turns alone; got {step}, and the "
-                    f"conversation goes on with {said}"
+                    f"conversation continues with {said}"
                 )
 
 

@@ -83,8 +83,8 @@ def _load(pickled: bytes) -> Environment:
 
 def _keep_directories(place: Path) -> None:
     scratch.use(place)
-    # What is registered first runs last, when those who used the place have left it.
-    # The parent removes it as well, but may itself be gone.
+    # The function that is registered first runs last, when its users have left the
+    # place. The parent removes it as well, but may itself be gone.
     atexit.register(_remove_empty, place)
 
 

@@ -145,7 +145,7 @@ def attention(
 
 
 def _unsupported_on_gpu(head_dim: int, value_dim: int) -> str | None:
-    """Why "pallas_gpu" cannot compute a call, or None."""
+    """Says why "pallas_gpu" cannot compute a call, or None."""
     if max(head_dim, value_dim) > 256:
         return (
             f"heads of at most 256 numbers are needed; got {head_dim} and {value_dim}"

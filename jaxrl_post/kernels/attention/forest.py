@@ -10,8 +10,8 @@ __all__ = ["require_forest"]
 def require_forest(ends: Int[HostOrDevice, "rows length"]) -> None:
     """Raises ValueError unless every row is a forest in depth-first order.
 
-    The tokens from index j to `ends[j]` are those that follow the token at j. Those of
-    two tokens are nested or have nothing in common; a padding token has none.
+    The tokens from index j to `ends[j]` follow the token at j. The ranges of two tokens
+    are nested or disjoint; a padding token's is empty.
 
     Args:
         ends: int32 [rows, length], as `TokenBatch.ends`. It takes O(length log length)
@@ -21,7 +21,7 @@ def require_forest(ends: Int[HostOrDevice, "rows length"]) -> None:
     >>> require_forest(np.array([[3, 4, 3, 4]]))
     Traceback (most recent call last):
     ValueError: ends: row 0 is no forest in depth-first order: the tokens that follow
-    index 0 end at 3, and those of one of them later; see TokenBatch.ends
+    index 0 end at 3, and the range of one of them ends later; see TokenBatch.ends
     """
     rows = np.asarray(ends)
     length = rows.shape[1]
@@ -40,8 +40,8 @@ def require_forest(ends: Int[HostOrDevice, "rows length"]) -> None:
             at = int(crossed[0])
             raise ValueError(
                 f"ends: row {row} is no forest in depth-first order: the tokens that "
-                f"follow index {at} end at {each[at]}, and those of one of them "
-                "later; see TokenBatch.ends"
+                f"follow index {at} end at {each[at]}, and the range of one of them "
+                "ends later; see TokenBatch.ends"
             )
 
 

@@ -38,8 +38,8 @@ OWN_ROWS = 64
 SWIZZLED = 64
 # Registers of a thread that computes, and of one that copies; 65,536 in all.
 REGISTERS, FEW_REGISTERS = 240, 24
-# Blocks of threads that keep a GPU's multiprocessors busy: three for each of 132, of
-# which each has one at a time.
+# Blocks of threads that keep a GPU's multiprocessors busy: three for each of 132, which
+# run one at a time each.
 ENOUGH_BLOCKS = 396
 
 
@@ -64,7 +64,7 @@ def key_parts(blocks: int, group: int) -> int:
 
 
 class Sizes(NamedTuple):
-    """How a kernel cuts its work.
+    """Sizes of the pieces into which a kernel cuts its work.
 
     Attributes:
         halves: blocks of OWN_ROWS tokens that a block of threads has, one for each of
@@ -506,7 +506,7 @@ def _scores(
 
 
 def _unscaled(settings: Settings, scores: Array, d_scores: Array) -> Array:
-    """The gradient of the products from that of the scores."""
+    """The gradient of the products, from the gradient of the scores."""
     if settings.softcap is not None:
         # Hidden scores are far outside of the cap; their weights are 0.
         capped = jnp.maximum(scores, -settings.softcap) * (1.0 / settings.softcap)

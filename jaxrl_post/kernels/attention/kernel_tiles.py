@@ -1,4 +1,4 @@
-"""Which tiles of queries x keys a kernel computes, and how arrays are cut for them."""
+"""Lists the tiles of queries x keys that a kernel computes; cuts arrays for them."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jaxrl_post.types import Array
 
 __all__ = ["Settings", "Shape", "Tile", "TileList", "choose_tile"]
 
-# Bytes of a list of tiles in scalar memory, of which there is a MiB.
+# Bytes of a list of tiles in scalar memory, which has one MiB.
 LIST_BYTES = 2**18
 
 

@@ -36,10 +36,10 @@ __all__ = [
 
 
 class Facts(NamedTuple):
-    """What decides whether a token sees another one.
+    """Facts that decide whether a token sees another one.
 
-    The token at index i sees that at index j exactly if j <= i < ends[j], and with a
-    window w only if their positions differ by less than w.
+    The token at index i sees the token at index j exactly if j <= i < ends[j], and with
+    a window w only if their positions differ by less than w.
 
     Attributes:
         indices: int32, the token's place in its row.
@@ -53,7 +53,7 @@ class Facts(NamedTuple):
 
 
 def padded_facts(facts: Facts, length: int) -> Facts:
-    """Facts of `length` tokens; nobody sees the added ones."""
+    """Facts of `length` tokens; no token sees the added ones."""
     widths = (0, 0), (0, length - facts.ends.shape[1])
     # Added queries must not widen the range of a block's indices and positions.
     indices, positions = (jnp.pad(part, widths, mode="edge") for part in facts[:2])

@@ -2,11 +2,11 @@
 
 The tiles of queries x keys that hold a visible score are listed when the program runs
 (`kernel_tiles.TileList`), sorted by queries for the forward pass and the gradient of
-the queries, and by keys for that of keys and values. A block of threads has the sums of
-one block of queries, or of keys, in registers, and reads its part of the list. One
-warpgroup copies operands into shared memory, some tiles ahead; two others compute, each
-for half of the block's rows. Keys and values have their gradient from all heads that
-read them, one after another, so that each sum is computed in one order. Where that
+the queries, and by keys for the gradient of keys and values. A block of threads has the
+sums of one block of queries, or of keys, in registers, and reads its part of the list.
+One warpgroup copies operands into shared memory, some tiles ahead; two others compute,
+each for half of the block's rows. Keys and values have their gradient from all heads
+that read them, one after another, so that each sum is computed in one order. Where that
 makes too few blocks of threads, a part of the heads has a block, and the parts are
 added afterwards.
 
@@ -158,7 +158,7 @@ class _Call(NamedTuple):
         tiles = TileList.of(settings, shape, by_key, of_query, of_key, aligned)
         blocks = shape.batch * (shape.length // sizes.rows)
         parts = key_parts(blocks * shape.kv_heads, shape.group) if by_key else 1
-        # The list goes on with copies of its last entry.
+        # Copies of its last entry fill up the list.
         begins = jnp.searchsorted(tiles.sums, jnp.arange(blocks + 1, dtype=jnp.int32))
         begins = jnp.minimum(begins.astype(jnp.int32), tiles.count)
         facts = jnp.stack(of_query, axis=1), jnp.stack(of_key, axis=1)

@@ -2,9 +2,9 @@
 
 The tiles of queries x keys that hold a visible score are listed when the program runs,
 sorted by queries for the forward pass and the gradient of the queries, and by keys for
-that of keys and values. The grid is as long as the list, and the list lies in scalar
-memory, from where it tells which blocks are read next. So the work follows the batch,
-and each sum is computed in one order.
+the gradient of keys and values. The grid is as long as the list, and the list lies in
+scalar memory, from where it tells which blocks are read next. So the work follows the
+batch, and each sum is computed in one order.
 
 Scores are transposed, a key a sublane and a query a lane. The queries of all heads that
 read one key/value head lie side by side. Then a query's maximum and sums are sums over

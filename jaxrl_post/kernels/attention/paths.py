@@ -1,10 +1,10 @@
 """Attention whose result for a token depends on its path alone, to the last bit.
 
 A token's path is the sequence that ends with it. The keys of a path are read in blocks
-of BLOCK tokens, counted from its first token, one block after another, whatever the
-batch, the row, the cache's pages or the segments of a tree. So the trainer, which has
-packed trees, and the sampler, which has a cache, sum in the same order. The products
-of a block are one program of fixed shape (see `kernels.row_tiles`).
+of BLOCK tokens, counted from its first token, one block after another, for every batch,
+row, layout of the cache's pages and segments of a tree. So the trainer, which has
+packed trees, and the sampler, which has a cache, sum in the same order. The products of
+a block are one program of fixed shape (see `kernels.row_tiles`).
 """
 
 import functools
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """Queries in groups; those of a task lie one after another on one path.
+    """Queries in groups; a task's queries lie one after another on one path.
 
     Attributes:
         queries: int32 [tasks, queries_per_task], indices of tokens; the number of
@@ -127,7 +127,7 @@ def attend_paths(
             seen = distance >= 0
             if settings.window is not None:
                 seen &= distance < settings.window
-            # What was never written may be NaN, which a weight of 0 would not remove.
+            # Unwritten entries may be NaN, which a weight of 0 would not remove.
             written = at <= last[:, None]
             values = jnp.where(written[:, None, :, None], values, 0)
             # A chunk has a query: its last position is not negative.

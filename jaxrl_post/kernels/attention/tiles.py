@@ -244,8 +244,8 @@ def _tasks(
         for facts in (of_query, of_key)
     )
     blocks = key.ends.shape[1]
-    # A diagonal of tiles, q - k constant, has every block at most once a row; one that
-    # begins anew at the other edge too.
+    # A diagonal of tiles, q - k constant, has every block at most once a row; so has
+    # one that wraps around at the edge.
     q, k = np.tril_indices(blocks) if aligned else np.indices((blocks, blocks))
     q, k = q.reshape(-1), k.reshape(-1)
     diagonal = (q - k) % blocks

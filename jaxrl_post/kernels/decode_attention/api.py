@@ -40,10 +40,10 @@ def decode_attention(
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Attention of new tokens over cached keys: a sequence's own and shared ones.
 
-    A query sees the keys, its own and those of its group, whose position is not later
+    A query sees the keys, its own and its group's, whose position is not later
     than its own and, with a window w, less than w before it. Shared keys are read once
     for all sequences of a group. Both parts are merged by their log-sum-exp, so the
-    result is that of one softmax over all keys.
+    result equals one softmax over all keys.
 
     Args:
         query: float, any dtype.
@@ -152,7 +152,7 @@ def decode_attention(
 
 
 def _unsupported_on_gpu(key: Any, value: Any) -> str | None:
-    """Why "pallas_gpu" cannot read these keys and values, or None."""
+    """Says why "pallas_gpu" cannot read these keys and values, or None."""
     widths = {key.shape[3], key.shape[3] if value is None else value.shape[3]}
     coded = isinstance(key, QuantizedEntries)
     least, most, latent = GPU_WIDTHS

@@ -1,4 +1,4 @@
-"""How the decode kernel for Hopper GPUs cuts its work into blocks of threads."""
+"""Cuts the work of the decode kernel for Hopper GPUs into blocks of threads."""
 
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SUMS = 72 * 128
 HALF, WHOLE = 111 * 1024, 222 * 1024
 # Steps whose keys are in shared memory, at most.
 SLOTS = 8
-# Multiprocessors, all of which are kept busy; less than two steps are no part.
+# Multiprocessors, all of which are kept busy; a part has at least two steps.
 PROCESSORS, STEPS = 132, 2
 # Blocks of threads for each, one after another, so that long and short ones even out:
 # as far as writing and reading the results of parts takes an eighth of the keys' bytes.
@@ -24,7 +24,7 @@ EXCHANGED = 4 * 8 * 4
 
 
 class Widths(NamedTuple):
-    """What the keys and values of one head look like.
+    """Widths and dtypes of the keys and values of one head.
 
     Attributes:
         dim: numbers of a key.

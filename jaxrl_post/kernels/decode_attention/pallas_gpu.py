@@ -3,16 +3,16 @@
 Decoding reads every key and value once and computes little with each, so what counts is
 how fast they come out of the GPU's memory. A block of threads is one warpgroup. It goes
 through the keys that some of its queries see, 64 at a time, and copies of the next ones
-are always under way. Blocks of threads share a multiprocessor where their shared memory
-allows two, so that one computes while the other waits. The keys of a sequence are split
+always run. Blocks of threads share a multiprocessor where their shared memory allows
+two, so that one computes while the other waits. The keys of a sequence are split
 between several blocks where there would be too few of them, and their parts are merged
 afterwards.
 
 The tensor cores multiply 64 rows at least. They are keys here, and in the second
 product numbers of a value: a few queries then take a few columns, 16 at least, and the
 sums of the widest value fit into the registers of one warpgroup. The queries of all
-heads that read one key/value head, and for shared keys those of all sequences of a
-group, are columns of one product. Quantised entries become numbers in shared memory.
+heads that read one key/value head, and for shared keys the queries of all sequences of
+a group, are columns of one product. Quantised entries become numbers in shared memory.
 
 References:
     Dao, Flash-Decoding for long-context inference, 2023,
@@ -152,7 +152,7 @@ class _Settings(NamedTuple):
 
     @property
     def chunks(self) -> list[int]:
-        """Where 64 numbers of a value begin; the last ones overlap if they must."""
+        """Starts of parts of 64 numbers of a value; the last ones overlap if needed."""
         width = self.widths.mixed_dim
         return [*range(0, width - KEYS, KEYS), width - KEYS]
 
@@ -250,8 +250,8 @@ def _staged(shape: tuple[int, ...], dtype: Any, like: int) -> Any:
     Args:
         shape: of the buffer.
         dtype: of its numbers.
-        like: a width that rows of the swizzle must divide, as they do that of `shape`:
-            both operands of a product have the same swizzle.
+        like: a width that rows of the swizzle must divide, as they divide the width of
+            `shape`: both operands of a product have the same swizzle.
     """
     item = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(128, like * item)

@@ -7,10 +7,10 @@ blocks in which some query sees a key are listed when the program runs, and the 
 are not read: the grid is as long as the list.
 
 A query is a sublane and a key a lane. The queries of all heads that read one key/value
-head, and for shared keys those of all sequences of a group, are the rows of a product.
-An array whose last dimension is no multiple of 128 would be padded to one in HBM; such
-keys and values are read with the keys last, as XLA lays them out by itself. The softmax
-is computed online. Quantised entries become numbers in VMEM; HBM and its
+head, and for shared keys the queries of all sequences of a group, are the rows of a
+product. An array whose last dimension is no multiple of 128 would be padded to one in
+HBM; such keys and values are read with the keys last, as XLA lays them out by itself.
+The softmax is computed online. Quantised entries become numbers in VMEM; HBM and its
 bandwidth see a byte each.
 """
 
@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
     ) -> "Sizes":
         """The block for arrays of these sizes, and `keys` after padding.
 
-        `key_bytes` is that of the key, or value, of one head in VMEM.
+        `key_bytes` is the size of one head's key, or value, in VMEM.
 
         >>> Sizes.of(256, 8, 16, 2048, 256)
         Sizes(batch=1, heads=8, queries=16, keys=1024)
@@ -180,12 +180,12 @@ def _needed(
     active = by_block.min(axis=-1) <= queries(at, -1).max(axis=-1)
     if window is not None:
         last = jnp.where(by_block == NO_TOKEN, -1, by_block).max(axis=-1)
-        # The place of a group that nobody has (-1) sees nothing.
+        # An empty place of a group (-1) sees nothing.
         seeing = jnp.where(at < 0, NO_TOKEN, at)
         active &= last > queries(seeing, NO_TOKEN).min(axis=-1) - window
     active = active.reshape(-1, sizes.batch, *active.shape[1:]).any(axis=1)
     assert active.shape[2] == keys // sizes.keys
-    # Every sum is written, also that of queries that see nothing.
+    # Every sum is written, also for queries that see nothing.
     nothing = ~active.any(axis=-1)
     active = active.at[:, :, 0].set(active[:, :, 0] | nothing)
     return listed(active, active.size)
@@ -349,7 +349,7 @@ def _operands(entries: Entries) -> list[tuple[str, Array]]:
 
 
 def _block(refs: list[Any], row: int, head: int, dtype: Any) -> tuple[Any, Any]:
-    """What a product reads, and a factor [1, keys] for it."""
+    """Operand of a product, and a factor [1, keys] for it."""
     codes, *scales = refs
     if not scales:
         return codes[row, head], None

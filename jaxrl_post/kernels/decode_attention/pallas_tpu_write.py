@@ -1,9 +1,9 @@
 """A Mosaic kernel for TPUs that stores new tokens' keys and values in place.
 
 The block of a sequence's entries that holds the new token's place is read, changed and
-written back; nothing else is touched. Of several new tokens there are at most two such
-blocks. A step of the grid has the blocks of many sequences under way at once, because
-waiting for one after the other would take longer than their bytes.
+written back; nothing else is touched. Several new tokens have at most two such blocks.
+A step of the grid copies the blocks of many sequences at once, because waiting for one
+after the other would take longer than their bytes.
 """
 
 import functools
@@ -55,7 +55,7 @@ def write(
     (batch, count), keys = places.shape, leaves[0].shape[2]
     visits = 1 if count == 1 else 2
     kept = places < keys
-    # Of a sequence without a kept token any block is visited, and stays as it is.
+    # For a sequence without a kept token any block is visited, and not changed.
     last = jnp.where(kept, places, 0).max(axis=1)
     first = jnp.minimum(jnp.where(kept, places, keys).min(axis=1), last)
     ends = jnp.stack([first, last], axis=1)[:, :visits].reshape(-1)
@@ -171,7 +171,7 @@ def _kernel(
         for move in moves(place, back=True):
             move.wait()
 
-    # The next step may visit the same blocks, so that nothing may be under way then.
+    # The next step may visit the same blocks, so no copy may still run then.
     each(read)
     each(change)
     each(written)

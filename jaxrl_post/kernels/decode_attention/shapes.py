@@ -18,7 +18,7 @@ class Shape(NamedTuple):
         own: keys of each sequence.
         members: sequences of a group; 0 for no shared keys.
         shared: keys that a group shares.
-        codes: dtype of quantised entries; None for that of the queries.
+        codes: dtype of quantised entries; None for the queries' dtype.
         window: tokens that a query looks back; None for all.
         softcap: of the scores; None for no cap.
         sinks: whether heads have sinks.
@@ -56,7 +56,7 @@ SHAPES = {
     "gpt-oss-20b": Shape(
         64, 1, 64, 8, 64, 64, 2048, 8, 1024, None, 128, None, sinks=True
     ),
-    # The smallest views of the sampler, and lengths that are multiples of nothing.
+    # The smallest views of the sampler, and lengths that are no multiples of tiles.
     "views of 16": Shape(8, 1, 14, 2, 64, 64, 16, 8, 48),
     "odd": Shape(7, 1, 8, 2, 80, 80, 1037, 2, 11),
 }

@@ -1,4 +1,4 @@
-"""Stores the keys and values of new tokens in those of earlier ones."""
+"""Stores the keys and values of new tokens in the cached arrays."""
 
 import functools
 from typing import Any
@@ -23,7 +23,7 @@ def write_entries(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Entries, ...]:
-    """Returns the entries with those of new tokens stored in their places.
+    """Returns the entries with the new tokens' entries stored in their places.
 
     A jitted caller that donates the entries, or carries them through a loop, gets them
     changed in place. The kernel keeps the layout that decode attention reads: XLA's
@@ -51,7 +51,7 @@ def write_entries(
     [0.0, 1.0, 0.0]
     """
     leaf = jax.tree.leaves(new)[-1]
-    # The last leaf of codes is that of their scales.
+    # The last leaf of codes holds their scales.
     implementation = without_gpu_kernel(
         "write_entries", implementation, leaf.dtype, interpret=interpret
     )

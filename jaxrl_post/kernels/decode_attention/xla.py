@@ -141,7 +141,7 @@ def part_of_keys(
 
 
 def _codes(entries: Entries, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """What a matrix product reads, and a factor [batch, kv_heads, 1, keys] for it."""
+    """Operand of a matrix product, and a factor [batch, kv_heads, 1, keys] for it."""
     if isinstance(entries, QuantizedEntries):
         return entries.codes.astype(dtype), entries.scales.swapaxes(2, 3)
     return entries, None

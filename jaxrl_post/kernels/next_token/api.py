@@ -127,7 +127,7 @@ def next_token(
 
 
 def _unsupported_on_gpu(width: int, vocab: int) -> str | None:
-    """Why "pallas_gpu" cannot compute a call, or None."""
+    """Says why "pallas_gpu" cannot compute a call, or None."""
     if width % 64:
         return f"a width that is a multiple of 64 is needed; got {width}"
     if vocab < 256 or vocab % 8:

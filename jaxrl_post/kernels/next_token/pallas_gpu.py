@@ -63,7 +63,7 @@ def statistics(
     inverse: Float[Array, " rows"],
     layout: Layout,
 ) -> Statistics:
-    """As `Passes` says; `api` refuses sizes that do not fit."""
+    """Implements `Passes`; `api` refuses sizes that do not fit."""
     tiles = weight.shape[0] // COLUMNS
     one = _of_tiles(hidden, weight, inverse, layout)
     if weight.shape[0] % COLUMNS == 0:
@@ -125,7 +125,7 @@ def _statistics_kernel(
     loaded: Any,
     consumed: Any,
 ) -> None:
-    """Of each part of 16 logits the largest, and the sum of exp(z - largest)."""
+    """Per part of 16 logits, computes the largest and the sum of exp(z - largest)."""
     row_tile, own = jax.lax.axis_index("rows"), jax.lax.axis_index("warpgroup")
     first, rows = jax.lax.axis_index("range") * part, hidden_buffer.shape[1]
     tiles = jnp.minimum(part, weight.shape[0] // COLUMNS - first)

@@ -22,10 +22,10 @@ from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["GROUP", "logits", "statistics", "tiles_for"]
 
-# Rows of a step of the second kernel: as many copies are under way at once.
+# Rows of a step of the second kernel: as many copies run at once.
 GROUP = 16
-# Of the matrix in a step of the first kernel: reading it takes several times as long as
-# the step itself.
+# Bytes of the matrix in a step of the first kernel: reading them takes several times as
+# long as the step itself.
 STEP_BYTES = 8 * 2**20
 # Logits of a step: more take Mosaic longer to compile than they save.
 STEP_LOGITS = 2**19
@@ -49,7 +49,7 @@ def statistics(
     inverse: Float[Array, " rows"],
     layout: Layout,
 ) -> Statistics:
-    """As `Passes` says."""
+    """Implements `Passes`."""
     rows, width = hidden.shape
     columns = weight.shape[0]
     tiles = tiles_for(rows, width, hidden.dtype.itemsize)
@@ -116,7 +116,7 @@ def _statistics_kernel(
 
     z = scaled(product(weight[...], hidden[...], (1, 1)), inverse[...], layout)
     if columns % tile:
-        # What lies behind the weight may be anything.
+        # Memory behind the weight may hold anything.
         column = step * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
         z = jnp.where(column < columns, z, MASKED)
     z = z.reshape(parts, ENTRIES, rows)
@@ -137,7 +137,7 @@ def logits(
     parts: Int[Array, " rows"],
     layout: Layout,
 ) -> Float[Array, "entries rows"]:
-    """As `Passes` says."""
+    """Implements `Passes`."""
     rows, width = hidden.shape
     padded = math.ceil(rows / GROUP) * GROUP
 

@@ -5,7 +5,7 @@ once and leaves the sum of exponentials of every 16 logits. The cumulative distr
 of these sums tells which 16 logits a row's token is among, and `logits` computes them
 again.
 
-So the noise, its meaning and the order of the tokens are those of `reference.py`: a
+So the noise, its meaning and the order of the tokens are as in `reference.py`: a
 token is another one only where its uniform number lies within rounding of a border
 between two, or where the largest logits differ by no more than rounding.
 """
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What one pass over a device's columns leaves.
+    """Results of one pass over a device's columns.
 
     Attributes:
         sums: float32, of exp(z - top) of each part; parts are a multiple of 8.

@@ -29,7 +29,7 @@ class Weighed(NamedTuple):
     """The distribution of each row, float32.
 
     Attributes:
-        scaled: logits over their temperature, that of a greedy row taken as 1.
+        scaled: logits over their temperature, which is 1 for a greedy row.
         top: the largest of them.
         weights: exp(scaled - top).
         normalizer: log sum exp of `scaled`.

@@ -32,6 +32,6 @@ SHAPES = {
     "gemma-3-1b": Shape(256, 1152, 262_144),
     # More samples than a tile of rows has.
     "qwen2.5-0.5b, 2048 samples": Shape(2048, 896, 151_936),
-    # Neither rows nor vocabulary are a multiple of anything: no kernel for GPUs.
+    # Neither rows nor vocabulary are multiples of tiles: no kernel for GPUs.
     "odd": Shape(7, 896, 50_257),
 }

@@ -23,7 +23,7 @@ def statistics(
     inverse: Float[Array, " rows"],
     layout: Layout,
 ) -> Statistics:
-    """As `Passes` says."""
+    """Implements `Passes`."""
     rows, columns = hidden.shape[0], weight.shape[0]
     tile = min(TILE, columns)
     count = columns // tile
@@ -70,7 +70,7 @@ def logits(
     parts: Int[Array, " rows"],
     layout: Layout,
 ) -> Float[Array, "entries rows"]:
-    """As `Passes` says."""
+    """Implements `Passes`."""
     columns = parts[:, None] * ENTRIES + jnp.arange(ENTRIES, dtype=jnp.int32)
     return jnp.einsum(
         "tvd,td->vt",

@@ -147,7 +147,7 @@ def token_logprob(
 
 
 def _unsupported_on_gpu(width: int) -> str | None:
-    """Why "pallas_gpu" cannot compute a call, or None."""
+    """Says why "pallas_gpu" cannot compute a call, or None."""
     if width % 64:
         return f"a width that is a multiple of 64 is needed; got {width}"
     return None

@@ -141,7 +141,7 @@ class _Block(NamedTuple):
         return first, jnp.minimum(first, self.weight.shape[0] - COLUMNS)
 
     def computed(self, compute: Callable[[], None]) -> None:
-        """As that of `Products`."""
+        """Computes as `Products.computed` does."""
         rows = pl.ds(jax.lax.axis_index("rows") * ROWS, ROWS)
 
         def operands(tile: Any, inner: Any) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ atomically.
 
 Kept tokens (top-k, top-p, min-p) are no part of the kernels. Their logits, a few for
 each row, are products with rows of the weight that are gathered, and what their
-log-probs add to the gradient is written into that of the logits.
+log-probs add to the gradient is written into the logits' gradient.
 
 References:
     Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models,
@@ -233,7 +233,7 @@ def _kept_gradients(
     if layout.softcap is not None:
         capped = logits * (layout.temperature / layout.softcap)
         found = found * (1.0 - capped * capped)
-    # Also where there is none: its logit is far outside of the cap.
+    # Also where a row has no kept token: its logit is far outside of the cap.
     return KeptGradients(columns, jnp.where(columns < weight.shape[0], found, 0.0))
 
 

@@ -8,8 +8,8 @@ is one vector of lanes.
 The forward kernel keeps each row's maximum, sum of exponentials, their entropy and the
 target's logit while it passes over the vocabulary. The backward pass computes the
 logits again, once for the gradient of the hidden states, which sums over the
-vocabulary, and once for that of the weight, which sums over the rows. So it takes 5
-products of T x V x H where 3 are the least.
+vocabulary, and once for the gradient of the weight, which sums over the rows. So it
+takes 5 products of T x V x H where 3 are the least.
 
 Masked rows cost nothing: the counted rows are gathered first, and the number of row
 tiles is decided at run time.
@@ -46,7 +46,7 @@ __all__ = ["Layout", "Tiles", "backward", "choose_tiles", "forward"]
 BLOCK_BYTES = 36 * 2**20
 VMEM_BYTES = 60 * 2**20
 
-# What a kernel computes, and what the blocks of an array follow.
+# Output of a kernel, and the axis that the blocks of an array follow.
 Kernel = Literal["forward", "hidden", "weight"]
 Kind = Literal["hidden", "weight", "row"]
 
@@ -345,7 +345,7 @@ def _forward_kernel(
     found[1:2] = shrink * found[1:2] + total(weights)
     found[3:4] += total(jnp.where(column == ids[0:1], logits, 0.0))
     if settings.has_kept:
-        # About a maximum of their own: all of them may be far below the others.
+        # Relative to their own maximum: all of them may be far below the others.
         kept = _among(column, ids)
         among = jnp.where(kept > 0, logits, MASKED)
         old_kept = found[5:6]
@@ -407,7 +407,7 @@ def _logits(
     column = part * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
     table = weight[...]
     if settings.columns % tile:
-        # What lies behind the weight may be anything, and 0 x NaN is NaN.
+        # Memory behind the weight may hold anything, and 0 x NaN is NaN.
         table = jnp.where(column < settings.columns, table, jnp.zeros_like(table))
     logits = product(table, hidden[...], (1, 1))
     if layout.softcap is not None:

@@ -14,7 +14,7 @@ MASKED = -1e30
 
 
 class TokenLogprob(NamedTuple):
-    """What is computed of each row, float32, in nats.
+    """Results for each row, float32, in nats.
 
     Attributes:
         logprob: log p(target).

@@ -67,7 +67,7 @@ def logprob_rows(
         here = (kept >= 0) & (own >= 0) & (own < columns)
         found = jnp.take_along_axis(logits, jnp.where(here, own, 0), axis=1)
         log_p = jnp.where(here, found - normalizers[:, None], MASKED)
-        # About a maximum of their own: all of them may be far below the others.
+        # Relative to their own maximum: all of them may be far below the others.
         top = log_p.max(axis=1)
         total = jnp.where(here, jnp.exp(log_p - top[:, None]), 0.0).sum(axis=1)
         return jnp.stack([top, total], axis=1)

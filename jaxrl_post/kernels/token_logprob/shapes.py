@@ -33,6 +33,6 @@ SHAPES = {
     "deepseek-v3, tp8": Shape(4096, 7168, 129_280 // 8),
     "gemma-2-9b": Shape(8192, 3584, 256_000, softcap=30.0),
     "gemma-3-1b": Shape(8192, 1152, 262_144),
-    # Neither rows nor vocabulary are a multiple of anything.
+    # Neither rows nor vocabulary are multiples of tiles.
     "odd": Shape(1003, 896, 50_257),
 }

@@ -3,7 +3,8 @@
 Masked rows cost nothing: the counted rows are gathered into tiles, and the number of
 tiles is decided at run time. Over a sharded vocabulary each device works on its own
 columns and the tiles' statistics are summed across `axes`. The forward pass saves the
-logits of the first tile for the backward pass, which recomputes those of the others.
+logits of the first tile for the backward pass, which recomputes the other tiles'
+logits.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e, n the
 cotangents of log-prob, entropy and log-normaliser:

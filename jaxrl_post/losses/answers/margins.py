@@ -1,6 +1,6 @@
 """Further margins of DPO, computed from whole batches, and further losses of a margin.
 
-Arrays, `valid` and results are those of `preference`: one value per pair. A margin goes
+Arrays, `valid` and results are as in `preference`: one value per pair. A margin goes
 into `preference.sigmoid_loss`, or into one of the losses here.
 """
 
@@ -62,8 +62,8 @@ def aot_unpaired_margin(
 
     h_(k) = sort(log(pi(y_c) / ref(y_c)))_k - sort(log(pi(y_r) / ref(y_r)))_k
 
-    As `aot_margin`, but it compares the chosen log-ratios' distribution with that of
-    the rejected ones. TRL calls it "aot_unpaired", formerly "aot_pair".
+    As `aot_margin`, but it compares the distributions of the chosen and the rejected
+    log-ratios. TRL calls it "aot_unpaired", formerly "aot_pair".
 
     Args:
         valid: bool, or None where every slot holds one of each.

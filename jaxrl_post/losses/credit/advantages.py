@@ -1,5 +1,7 @@
 """Advantages of samples relative to their group (the samples of one prompt).
 
+A group is the samples of one prompt, whose rewards are compared with each other.
+
 Rewards are [*groups, samples]. `valid` is False for samples that have no reward (a
 rollout that failed): they enter no statistic and their advantage is 0. A group with one
 valid sample has no comparison, so its advantage is 0 (as in NeMo RL and prime-rl); verl
@@ -7,7 +9,7 @@ keeps the raw reward, as `single="raw"` does. A group of equal rewards gives exa
 `baselines` has the estimators that need more than rewards, or that optimise another
 goal than the mean reward.
 
-The last axis is the group: rewards in a flat array [n] are those of one group of n. A
+The last axis is the group: rewards in a flat array [n] belong to one group of n. A
 trainer with a flat list, such as TRL's, in which the samples of a prompt stand side by
 side, reshapes it, or all prompts are compared with each other without an error:
 

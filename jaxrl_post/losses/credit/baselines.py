@@ -181,7 +181,7 @@ def pass_at_k_estimate(
     Args:
         rewards: a sample is correct where its reward is > 0.
         k: in [1, samples]. A group with n < k valid samples has no unbiased estimate
-            and gets that of pass@n, which is at most pass@k.
+            and gets the estimate of pass@n, which is at most pass@k.
 
     Returns:
         float32 in [0, 1]; 0 for a group without a valid sample.
@@ -271,7 +271,7 @@ def gdpo(
         axis_name: mesh axes over which the groups are split, inside `shard_map`.
 
     Raises:
-        ValueError: the number of weights is not that of the components, `ddof` is
+        ValueError: the number of weights is not the number of components, `ddof` is
             neither 0 nor 1, or `epsilon` is negative.
 
     References:

@@ -90,7 +90,7 @@ def gae(
         values_before: V_t, the critic's value before token t is sampled.
         gamma: in [0, 1].
         lambda_: in [0, 1], or one per token (`length_adaptive_lambda`), read at counted
-            tokens; a state of value 0 takes that of the next counted token.
+            tokens; a state of value 0 takes the value of the next counted token.
         bootstrap: value of the state after a sequence's last counted token, read at
             that token, for sequences that were cut off; None for 0 (all ended).
         gaps: "carry" or "zero".

@@ -59,7 +59,7 @@ class Moments:
             values: any float dtype.
             mask: bool, True where a value counts.
             axis_name: mesh axes over which the values are split, inside `shard_map`;
-                the moments are then those of all devices' values.
+                the moments are then over all devices' values.
         """
         kept = counted(values, mask)
         count, total = _pooled((mask.sum().astype(jnp.float32), kept.sum()), axis_name)

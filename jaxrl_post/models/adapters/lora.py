@@ -247,8 +247,8 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Adapter[ParamSpec]:
     """Returns the adapter's shapes, logical axes and initialisers.
 
     A is drawn from a normal distribution with variance 1 / (3 inputs), the variance of
-    PEFT's uniform distribution (Kaiming with a = sqrt(5)); B is zero. The axes are
-    those of the matrix, and "rank". Fully trained parameters keep their axes.
+    PEFT's uniform distribution (Kaiming with a = sqrt(5)); B is zero. The axes are the
+    matrix's axes and "rank". Fully trained parameters keep their axes.
 
     Raises:
         ValueError: no layer of the model has a target; a path in `whole` is no
@@ -466,8 +466,7 @@ def check_adapter(
         lacks = "lacks" if first in specs else "has, but lora does not target,"
         raise ValueError(
             f"adapter: {lacks} {first}; it was made for other targets or layers than "
-            f"those of {config.model_type} with targets "
-            f"{', '.join(lora.targets + lora.whole)}"
+            f"{config.model_type} with targets {', '.join(lora.targets + lora.whole)}"
         )
     expected = jax.tree.map(lambda spec: spec.shape, specs, is_leaf=is_spec)
     for path, own in adapter.items():

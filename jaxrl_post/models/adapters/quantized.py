@@ -254,8 +254,8 @@ def quantize(
 class Quantizer:
     """Quantises versions of the same parameters, one after the other.
 
-    The codes of a version are deleted before those of the next one are made. The arrays
-    that are not quantised are those of the version itself.
+    The codes of a version are deleted before the next version's are made. Arrays that
+    are not quantised are the version's own.
 
     Args:
         kind: "int8" or "float8", as in `quantize`.
@@ -334,8 +334,8 @@ def _nf4(weight: Array | jax.ShapeDtypeStruct, block: int, name: str) -> NF4:
     if shardings[0] is not None and shardings[0].spec != _spec(weight):
         raise ValueError(
             f"params: {name} {weight.shape} is split as {_spec(weight)}, and a byte "
-            f"holds two elements along dim {dim}, of which the mesh does not divide "
-            "the half; use int8, or other sizes of the mesh"
+            f"holds two elements along dim {dim}, whose half the mesh does not divide; "
+            "use int8, or other sizes of the mesh"
         )
     make = jax.jit(_nf4_codes, static_argnums=(1, 2), out_shardings=shardings)
     return NF4(*_made(make, weight, dim, block), dim=dim, dtype=weight.dtype)

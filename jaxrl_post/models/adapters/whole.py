@@ -1,4 +1,4 @@
-"""Fully trained parameters beside an adapter, mainly value heads.
+"""Fully trained parameters that go with an adapter, mainly value heads.
 
 A new head has no pretrained values to adapt, so the adapter holds the parameter itself
 (in PEFT: modules_to_save).

@@ -31,8 +31,9 @@ class Family:
             "ForSequenceClassification"; "" for `architecture`, None for no such class.
         judges_tokens: whether transformers has a class "ForTokenClassification" of the
             family, with which a process reward model is saved.
-        text_model: turns the config.json of a vision-language model into that of its
-            text model, whose family then reads it; None for a family of text models.
+        text_model: turns the config.json of a vision-language model into its text
+            model's, which that model's family then reads; None for a family of text
+            models.
         prefixes: pairs of a prefix in a checkpoint and its replacement in `weights`.
         vision: patterns of vision tensors in a checkpoint that includes a text model
             of the family; they are left unread with a warning.

@@ -115,7 +115,7 @@ def _prepare3(raw: Json) -> Json:
 
 
 def _all_but_every_sixth(raw: Json):
-    """Has a window, but for every `sliding_window_pattern`-th layer."""
+    """Has a window, except every `sliding_window_pattern`-th layer."""
     pattern = integer(
         raw, "sliding_window_pattern", integer(raw, "_sliding_window_pattern", 6)
     )

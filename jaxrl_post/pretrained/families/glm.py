@@ -148,7 +148,7 @@ GLM4_MOE = Family(
 SOLAR_OPEN = replace(
     GLM4_MOE,
     architecture="SolarOpen",
-    # The family has no dense layers, hence no key for the width of a dense MLP.
+    # The family has no dense layers, and so no key for the width of a dense MLP.
     defaults=Defaults(
         max_length=131072,
         num_kv_heads=8,

@@ -152,7 +152,7 @@ IQUEST_CODER = replace(
 )
 
 
-# The default of Code World Model without a rotary dictionary, whatever the rope_theta.
+# The default of Code World Model without a rotary dictionary, for every rope_theta.
 CWM_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e6,

@@ -49,7 +49,7 @@ OLMO2 = Family(
 )
 
 # The base of sliding layers in transformers if config.json has version 4's keys with a
-# scaling, whatever its rope_theta.
+# scaling, for every rope_theta.
 OLMO3_THETA = 5e5
 
 

@@ -1,7 +1,7 @@
 """A PEFT adapter and its base as one model directory, which `pretrained.load` merges.
 
 The directory has links to the files of the base, to the adapter's own tokenizer files,
-and, as `adapter`, to the adapter. So whatever reads a model directory reads this one.
+and, as `adapter`, to the adapter. So every reader of a model directory reads this one.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ __all__ = ["ADAPTER", "adapter_in", "base_of", "beside_base", "is_adapter"]
 
 # The name of the adapter in the directory.
 ADAPTER = "adapter"
-# What an adapter's directory may have in place of the base's.
+# Files of an adapter's directory that replace the base's.
 OWN = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", "vocab.json", "merges.txt",
     "additional_chat_templates", "generation_config.json",
 )  # fmt: skip
-# What shows that it has a tokenizer; otherwise all files are those of the base.
+# An adapter with this file has its own tokenizer; otherwise all files are the base's.
 TOKENIZER = "tokenizer.json"
 
 
@@ -42,8 +42,8 @@ def is_adapter(directory: Path) -> bool:
     if found := sorted(weights - {files.TENSOR_FILE}):
         raise CheckpointError(
             f"{directory}: both an adapter ({files.CONFIG_FILE}) and a model "
-            f"({found[0]}); which of them is meant is not said. Move the adapter's "
-            "files to a directory of their own, or remove those of the other"
+            f"({found[0]}); it is not clear which one is meant. Move the adapter's "
+            "files to a directory of their own, or remove the other's files"
         )
     return True
 
@@ -51,7 +51,7 @@ def is_adapter(directory: Path) -> bool:
 def adapter_in(directory: Path) -> Path | None:
     """The adapter of a directory that `beside_base` made; None for any other."""
     adapter = directory / ADAPTER
-    # A whole model may have an adapter beside its files, which is not meant.
+    # A whole model may have an adapter next to its files, which does not count.
     is_ours = adapter.is_symlink() and (adapter / files.CONFIG_FILE).is_file()
     return adapter if is_ours else None
 

@@ -147,7 +147,7 @@ def read_expert_options(
         differ = any(len(found) > 1 for found in own.values())
         if differ or set(map(value, modules)) - {default}:
             raise CheckpointError(
-                f"{file}: the option {option}={pattern!r} is not supported but for "
+                f"{file}: the option {option}={pattern!r} is supported only for "
                 "experts' own matrices, of all layers alike; merge the adapter into "
                 "its base with PEFT and load the result"
             )

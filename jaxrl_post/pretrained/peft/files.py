@@ -105,7 +105,7 @@ BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def head_of(path: Path) -> Head | None:
-    """The head that an adapter's task needs; None for that of a language model.
+    """The head that an adapter's task needs; None for a language model's.
 
     Args:
         path: as `load_adapter`.
@@ -180,7 +180,7 @@ def load_adapter(
             )
             for (name, spec), sharding in zip(wanted.items(), shardings, strict=True)
         ]
-        # B begins as zeros, and so does a new head.
+        # B is initialised with zeros, and so is a new head.
         health.warn(tensors, harmless=[n for n in tensors if "lora_A" not in n])
     structure = jax.tree.structure(specs, is_leaf=is_spec)
     return of_one_rank(lora, by_target, jax.tree.unflatten(structure, leaves))
@@ -235,8 +235,8 @@ def save_adapter(
     check_adapter(adapter, config, lora)
     if config.head == "lm+value" and "value_head" in adapter:
         raise CheckpointError(
-            "adapter: PEFT knows no value head beside the vocabulary; save the adapter "
-            "of the policy, without its value head"
+            "adapter: PEFT has no place for a value head on a language model; save the "
+            "adapter of the policy, without its value head"
         )
     # With all targets, every matrix has its own name.
     bases = _bases(config, adaptable(config))
@@ -273,7 +273,8 @@ def _options(
         modules: fully trained modules.
         base_model: as in `save_adapter`.
     """
-    # For a classifier PEFT needs the head in the file, whatever modules_to_save says.
+    # For a classifier PEFT needs the head in the file, even if modules_to_save lacks
+    # it.
     task = TASKS[config.head] if config.predicts_tokens or HEAD in modules else None
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     return {
@@ -299,7 +300,7 @@ def _options(
 def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
     """Raises the errors of `save_adapter` from the configs alone, without arrays.
 
-    A value head beside the vocabulary is not checked, since it is never saved.
+    A language model's value head is not checked, since it is never saved.
 
     Raises:
         CheckpointError: as `save_adapter`.

@@ -1,4 +1,4 @@
-"""Fully trained modules that PEFT saves beside an adapter: modules_to_save."""
+"""Fully trained modules that PEFT saves with an adapter: modules_to_save."""
 
 from collections.abc import Sequence
 from dataclasses import replace

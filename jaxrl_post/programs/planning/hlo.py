@@ -64,7 +64,7 @@ def collectives(hlo: str, *, unknown_trips: int = 1) -> tuple[Collective, ...]:
     A loop's number of trips is the constant with which its condition compares.
 
     Args:
-        hlo: text of a partitioned program, whose shapes are those of one device.
+        hlo: text of a partitioned program, whose shapes are one device's.
         unknown_trips: trips of a loop whose condition has no constant.
 
     >>> entry = "ENTRY %main (b: bf16[4,4]) -> bf16[8,4] {"
@@ -141,7 +141,7 @@ def _measured(text: str) -> tuple[str, str, int, int]:
     largest, shape = max(arrays)
     kind = match["kind"]
     # The type of a -start also holds operands and flags, none larger than the result;
-    # only that of all-reduce-start holds nothing but results.
+    # only all-reduce-start's type holds nothing but results.
     alone = match["start"] is None or kind == "all-reduce"
     size = sum(size for size, _ in arrays) if alone else largest
     devices = _group_size(text)

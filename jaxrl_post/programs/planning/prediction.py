@@ -33,7 +33,7 @@ def phases(plans: Sequence[ProgramPlan], chip: Chip) -> dict[str, float]:
 
 
 def assumptions(config: PlanConfig, chip: Chip) -> tuple[str, ...]:
-    """What the prediction takes for granted, in sentences."""
+    """Lists the prediction's assumptions, in sentences."""
     rollout = config.rollout
     rates = (
         f"Peak rates of a chip: {chip.flops / 1e12:g} TFLOP/s in bfloat16, "
@@ -53,9 +53,9 @@ def assumptions(config: PlanConfig, chip: Chip) -> tuple[str, ...]:
         step,
         "Computation, memory and links of a program overlap completely; programs do "
         "not overlap. No time for judging, packing or the host.",
-        "FLOPs and bytes of memory are those of matrix products, attention, cache and "
-        "optimizer, counted from shapes; other operations are free.",
-        "Bytes over links are those of the compiled collectives (publish: of its "
-        "plan), loops times their trips; a collective uses all links of a chip.",
+        "FLOPs and bytes of memory are counted from the shapes of matrix products, "
+        "attention, cache and optimizer; other operations are free.",
+        "Bytes over links are counted from the compiled collectives (publish: from "
+        "its plan), loops times their trips; a collective uses all links of a chip.",
         "Experts are chosen at random and equally often.",
     )

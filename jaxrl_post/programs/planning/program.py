@@ -27,7 +27,7 @@ class Program:
         work: of one call on one device; None if it is not counted.
         received: bytes that a call brings to a device from others; None to count them
             in the compiled program.
-        unknown_trips: trips of a loop of which only the data know the number.
+        unknown_trips: trips of a loop whose number depends on the data.
     """
 
     name: str

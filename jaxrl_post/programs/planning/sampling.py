@@ -105,7 +105,7 @@ class Sampler:
                 (rest, others, self.pages),
                 group.mesh,
                 calls=len(groups),
-                # What arrives is written, then read to be put into its place.
+                # Received bytes are written, then read to be put into their place.
                 work=Work(0.0, copied + 2 * received),
                 received=received,
             )
@@ -154,12 +154,12 @@ class Sampler:
 
     @cached_property
     def _calls(self) -> "_Calls":
-        """What an engine calls for a step whose samples are all of full length."""
+        """The calls of an engine for a step whose samples all have full length."""
         sizes, split = self.functions.sizes, self.functions.split
         rollout, calls = self.config.rollout, _Calls({}, {})
         scheduler = Scheduler(sizes, split)
         for prompt in range(rollout.prompts_per_step):
-            # Prompts of which no two begin alike.
+            # No two prompts begin alike.
             tokens = (prompt,) * rollout.max_prompt_tokens
             scheduler.submit(
                 Request(

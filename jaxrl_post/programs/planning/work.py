@@ -1,7 +1,8 @@
 """FLOPs and memory traffic of a device, counted from a model's shapes.
 
 XLA's own cost analysis counts the body of a loop once, so it knows neither the number
-of layers of a scan nor that of decoding steps. Here every matrix product is counted:
+of layers of a scan nor the number of decoding steps. Here every matrix product is
+counted:
 
     FLOPs   2 x rows x inputs x outputs
     bytes   the matrix, rows x inputs and rows x outputs, each read or written once
@@ -46,8 +47,8 @@ TRANSPOSED = ("router", "shared_gate", "unembedding")
 # Their outputs are their last dimension, and not all dimensions but the first.
 NARROW = ("output", "down")
 
-# Of an AdamW step, per parameter: reads the gradient twice (its norm comes first), and
-# reads and writes both moments, all float32.
+# Bytes of an AdamW step, per parameter: it reads the gradient twice (its norm comes
+# first), and reads and writes both moments, all float32.
 UPDATE_BYTES = 4 * (2 + 2 * 2)
 
 
@@ -204,13 +205,13 @@ class ModelWork:
         """
         tokens = self._local(rows * length)
         layers = self._layers()
-        # Of the backward pass's two products one reads the matrix, and one writes its
+        # One of the backward pass's two products reads the matrix, and one writes its
         # gradient, as large as the gathered matrix.
         work = self._lookup(tokens) + self._forward(layers, tokens) * (1 + 2)
         if remat == "full":
             work += self._forward(filter(self._recomputed, layers), tokens)
         pairs = tokens * length * self._pair_flops()
-        # A tile's backward pass computes its scores again, whatever is kept.
+        # A tile's backward pass computes its scores again, for every `remat`.
         again = int(remat != "none") + int(length > TILE)
         work += Work(pairs * (1 + again + 2), 0.0)
         if scan:
@@ -236,7 +237,7 @@ class ModelWork:
             parameters: trained parameters that a device owns.
         """
         wide = self.dtype == jnp.float32
-        # The weights that are updated are float32; narrower ones are written beside.
+        # The weights that are updated are float32; narrower ones are written too.
         weights = 2 * 4 + (0 if wide else self.dtype.itemsize)
         return Work(0.0, parameters * (UPDATE_BYTES + weights))
 
@@ -306,7 +307,7 @@ class ModelWork:
         """Log-probs of a device's share of the scored tokens, and their gradients."""
         head, tiles = self._table(), self.tiles(scored)
         once = self._multiplied(head, tile_rows(head.outputs))
-        # Forward, two products backward, and the logits again but for the first tile.
+        # Forward, two products backward, and the logits again except the first tile's.
         # Every tile adds to a float32 gradient of the matrix.
         return once * (4 * tiles - 1) + Work(0.0, 2 * 4 * head.size * tiles)
 

@@ -1,6 +1,6 @@
 """The report of a run: one HTML page with configuration, charts and samples.
 
-The page needs no network, so it can be mailed or kept beside the weights. It is made
+The page needs no network, so it can be mailed or kept with the weights. It is made
 from the files of the run directory alone, of a finished or a running run.
 """
 

@@ -25,12 +25,12 @@ __all__ = [
     "stacked_chart",
 ]
 
-MAX_POINTS = 400  # Of a line.
+MAX_POINTS = 400  # Points of a line.
 MAX_BARS = 100
 MAX_DOTS = 60
 
 type Point = tuple[int, float]  # Step and value.
-type Figure = dict[str, Any]  # What Plotly.newPlot takes: data and layout.
+type Figure = dict[str, Any]  # Arguments of Plotly.newPlot: data and layout.
 
 
 def spikes(values: Sequence[float]) -> bool:
@@ -152,7 +152,7 @@ def line_chart(
 
 
 def _means(values: Sequence[float], window: int, logarithmic: bool) -> list[float]:
-    """Returns moving means; on a logarithmic axis, those of the logarithms."""
+    """Returns moving means; on a logarithmic axis, means of the logarithms."""
     if not logarithmic:
         return smooth(values, window)
     return [math.exp(mean) for mean in smooth([math.log(v) for v in values], window)]

@@ -13,7 +13,7 @@ from jaxrl_post.records.report.charts import Point
 __all__ = ["Curve", "History", "read_history"]
 
 MAX_EXAMPLES = 8
-MAX_TRAINED = 4  # Conversations that were trained on, beside held-out ones.
+MAX_TRAINED = 4  # Number of trained conversations, in addition to held-out ones.
 
 
 type Examples = tuple[dict[str, Any], ...]  # Samples of one task, to compare.
@@ -96,7 +96,7 @@ def _read_examples(path: Path) -> tuple[list[Examples], list[dict[str, Any]]]:
     """Returns samples of the first tasks, from the first and the last evaluation.
 
     With one evaluation, or with training samples alone, each tuple holds one row.
-    Beside held-out samples come conversations that were trained on last.
+    Held-out samples are followed by conversations that were trained on last.
     """
     first: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     last: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}

@@ -8,9 +8,9 @@ from jaxrl_post.records.notation import number as shown
 
 __all__ = ["tree"]
 
-# What a longer run of turns without a branch shows; those in between are folded.
+# Turns shown of a longer run without a branch; the turns in between are folded.
 FIRST_SHOWN, LAST_SHOWN = 2, 2
-ERROR = "error:"  # What a tool's message begins with if the call failed.
+ERROR = "error:"  # Beginning of a tool's message if the call failed.
 
 type Values = dict[str, Any]  # Variables of the template, by name.
 type Children = Mapping[int | None, Sequence[Values]]
@@ -23,9 +23,9 @@ def tree(conversation: Mapping[str, Any]) -> Values:
         conversation: as `records.conversations.conversation` writes it.
 
     Returns:
-        `chains`, one for each turn that begins anew. A chain has the turns that follow
-        each other without a branch, and the `branches` after its last turn, which are
-        chains. `strip` is what the conversation's tokens are, in order.
+        `chains`, one for each turn that begins a new chain. A chain has the turns that
+        follow each other without a branch, and the `branches` after its last turn,
+        which are chains. `strip` is what the conversation's tokens are, in order.
 
     >>> turn = {"reward": 0.0, "finish_reason": "stop", "trained": True}
     >>> turn |= {"text": {"text": "a"}, "sampled": 2, "context": 5}
@@ -40,8 +40,7 @@ def tree(conversation: Mapping[str, Any]) -> Values:
     for row, turn in zip(conversation["turns"], turns.values(), strict=True):
         parent = row["parent"]
         if parent is not None and parent not in turns:
-            # It is among those that were left out: what was said before them comes
-            # before it.
+            # It is among the turns that were left out: earlier turns come before it.
             parent = max((n for n in turns if n < row["number"]), default=None)
             turn["gap"] = conversation.get("left_out", 0)
         children[parent].append(turn)
@@ -55,7 +54,7 @@ def tree(conversation: Mapping[str, Any]) -> Values:
             known.add(player)
             chain["label"] = f"player {player}"
         elif place:
-            chain["label"] = "begins anew, with a prompt of its own"
+            chain["label"] = "begins a new chain, with its own prompt"
     return {
         "chains": chains,
         "strip": [

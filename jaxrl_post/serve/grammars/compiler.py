@@ -19,7 +19,7 @@ from jaxrl_post.serve.grammars.trials import GrammarError, Trials
 __all__ = ["COMPILE_S", "GrammarError", "Grammars"]
 
 
-# Of the thread that compiles: many times that of the process that has tried a grammar.
+# Stack of the compiling thread: many times the stack of the process that tried it.
 STACK_BYTES = 16 * inside.STACK_BYTES
 # Why llguidance stops when all is well: the answer is complete, or the model ended it.
 COMPLETE = ("NoExtension", "EndOfSentence")
@@ -145,7 +145,7 @@ class Grammars:
         )
 
     def _model(self) -> dict[str, Any]:
-        """What the process that tries grammars is told of the model."""
+        """The model's facts for the process that tries grammars."""
         return {
             "tokenizer": self._tokenizer.backend.to_str(),
             "size": self._vocab_size,

@@ -31,14 +31,14 @@ __all__ = ["MEMORY_BYTES", "STACK_BYTES", "main", "opened_vocabulary"]
 
 # Enough for chains of some hundred references.
 STACK_BYTES = 4 * 2**20
-# Of a grammar, beside the vocabulary.
+# Memory of a grammar, without the vocabulary.
 MEMORY_BYTES = 512 * 2**20
 # Tokens after which masks are computed: much is compiled when it is first needed.
 TRIED = 4
 # Between the parts of JSON: a space, or a line with its indentation. Without a limit a
 # model may write space until its tokens are spent.
 WHITESPACE = r" ?|\n {0,40}"
-# What llguidance says where no text can follow; a model may never come there.
+# llguidance's reason where no text can follow; a model may never come there.
 DEAD_END = "NoExtensionBias"
 
 
@@ -94,7 +94,7 @@ def _answer(
         return {"error": "it is nested too deep"}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}
-    # What a client sends may break any assumption about it.
+    # A client's grammar may break any assumption about it.
     except Exception as error:
         return {"error": str(error) or type(error).__name__}
     matcher = LLMatcher(vocabulary, whole, log_level=0)

@@ -25,7 +25,7 @@ __all__ = ["after_thoughts", "call_grammar"]
 
 type Schemas = Mapping[str, Mapping[str, Any]]
 
-# What families write between the reasoning and what follows it.
+# Text that families write after the reasoning.
 GAP = r'gap: ("\n" "\n"?)?'
 
 

@@ -13,7 +13,7 @@ __all__ = ["glm_tags", "qwen_coder_tags", "tagged_calls"]
 
 @dataclass(frozen=True)
 class Tags:
-    """How a family writes the parts of a call, in expressions of Lark.
+    """A family's form of the parts of a call, in expressions of Lark.
 
     Attributes:
         name: of the function, which stands in the place of {}; likewise the others.

@@ -92,7 +92,7 @@ class Trials:
         self._child = self._end = None
 
     def _why(self, reason: str) -> str:
-        """What a grammar did that ended the process so."""
+        """Explains why a grammar ended the process."""
         ends = {
             "SIGXCPU": f"it takes more than {self._seconds:g} s to compile",
             "SIGABRT": f"it needs more than {inside.MEMORY_BYTES >> 20} MiB to compile",

@@ -101,11 +101,11 @@ def jetstream_engine(
 
 
 class JetStreamEngine:
-    """What JetStream calls an engine; see `jetstream_engine`, which makes one.
+    """The engine in JetStream's sense; see `jetstream_engine`, which makes one.
 
     JetStream's prefill and generate threads call it at the same time. A lock lets one
-    program after the other go to the devices: those of a mesh communicate, and would
-    wait for each other for ever if two devices began with different programs.
+    program after the other go to the devices: a mesh's devices communicate, and would
+    wait for each other for ever if two began with different programs.
 
     Args:
         params: as in `jetstream_engine`.
@@ -221,7 +221,7 @@ class JetStreamEngine:
         """
         if existing_prefix is not None:
             raise ValueError(
-                "prefill: a prompt cannot go on from an existing prefix; got one. "
+                "prefill: a prompt cannot continue an existing prefix; got one. "
                 "Prefill the whole prompt"
             )
         prompt = prompt_of(padded_tokens, true_length)
@@ -236,7 +236,7 @@ class JetStreamEngine:
             return self._prefill(params, prompt, noise_id, index)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> Any:
-        """Puts a prefilled prompt into a slot, whatever was there.
+        """Puts a prefilled prompt into a slot, and drops the slot's earlier sample.
 
         Args:
             prefix: of `prefill`.
@@ -287,7 +287,7 @@ class JetStreamEngine:
             return self._slots.empty_state()
 
     def compile(self) -> None:
-        """Compiles and runs the smallest programs, so that what fails does so here."""
+        """Compiles and runs the smallest programs, so that failures show here."""
         state = self.init_decode_state()
         prompt = np.zeros((1,), np.int32)
         with self._lock:

@@ -98,5 +98,5 @@ def _stand_in_for_seqio() -> Iterator[None]:
     try:
         yield
     finally:
-        # Whoever else looks for seqio shall not find this.
+        # No other module shall find this in place of seqio.
         del sys.modules["seqio"], sys.modules["seqio.vocabularies"]

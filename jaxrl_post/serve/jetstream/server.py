@@ -72,7 +72,7 @@ def jetstream_server(
         yield port
     finally:
         server.stop()
-        # What it leaves open.
+        # JetStream leaves these open.
         server._executor.shutdown()
         server._loop.close()
 
@@ -88,7 +88,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _free_port(host: str, port: int) -> int:
-    """The port, if nobody listens there: gRPC would share it with another server."""
+    """Checks that a port is free: gRPC would share it with another server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,7 +156,7 @@ def _driver() -> type:
                 except AssertionError:
                     # It asserts that a slot is in use before a step. That fails if
                     # the last stream ends between its look at the requests and the
-                    # assertion. All slots are free then, so it may begin anew.
+                    # assertion. All slots are free then, so it may begin again.
                     engine = self._generate_engines[idx]
                     free = self._generate_slots[idx].qsize()
                     if free < engine.max_concurrent_decodes:

@@ -1,7 +1,6 @@
 """The slots of a JetStream engine on the device: filling one, and a step of all.
 
-Slot i owns a run of pages in one cache: those of its prompt, then those of what it
-samples.
+Slot i owns a run of pages in one cache: first its prompt's, then its samples'.
 """
 
 import dataclasses
@@ -72,7 +71,7 @@ class SlotFunctions:
     Nothing is compiled before a call.
 
     Attributes:
-        functions: the sampler's, of which `prefill` fills a prefix.
+        functions: the sampler's; its `prefill` fills a prefix.
         sizes: the engine's sizes.
         sampling: of all slots.
     """

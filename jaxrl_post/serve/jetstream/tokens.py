@@ -1,4 +1,4 @@
-"""Between JetStream's tokens and texts and our tokenizer."""
+"""Adapts our tokenizer to JetStream's tokens and texts."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jaxrl_post.serve.jetstream import library
 
 __all__ = ["NO_TOKEN", "TextStream", "TokenizerAdapter", "prompt_of"]
 
-# What JetStream puts before the token ids of a client as the beginning of a sequence.
+# JetStream puts this before the token ids of a client as the beginning of a sequence.
 # It is no token: the ids of a client are the prompt, and a text's come with its own.
 NO_TOKEN = -1
-# What an incomplete character is decoded as.
+# Text of an incomplete character.
 INCOMPLETE = "\ufffd"
 
 
@@ -90,7 +90,7 @@ def prompt_of(padded_tokens: Any, true_length: int) -> np.ndarray:
         true_length: number of ids without the padding.
 
     Raises:
-        ValueError: the ids are not those of a prompt of this length.
+        ValueError: the ids are no prompt of this length.
 
     >>> prompt_of([NO_TOKEN, 7, 8, 0], 3)
     array([7, 8], dtype=int32)
@@ -120,8 +120,8 @@ class TextStream:
     def __init__(self, channel: Any, tokenizer: Tokenizer) -> None:
         self._channel, self._tokenizer = channel, tokenizer
         self._ids: list[int] = []
-        # The text up to `_said` was sent; that of the ids before `_first` is no longer
-        # needed to know how what follows is written.
+        # The text up to `_said` was sent; the text of the ids before `_first` is no
+        # longer needed to know how what follows is written.
         self._first = self._said = 0
 
     def add_result(self, samples: list[Any]) -> None:

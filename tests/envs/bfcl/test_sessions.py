@@ -203,7 +203,7 @@ def test_a_user_waits_for_twenty_steps(tasks):
     session.step(calling(("dim", '{"by": 2}')))
     for _ in range(19):
         assert not session.step(calling(("look", "{}"))).done
-    # The next turn of the user begins to count anew.
+    # The next turn of the user restarts the count.
     assert not session.step(DONE).done
     for _ in range(20):
         assert not session.step(calling(("look", "{}"))).done

@@ -32,7 +32,7 @@ def better(which) -> str:
 
 
 def place_of(body: dict, text: str) -> str:
-    """Which answer of a comparison is `text`."""
+    """Names the answer of a comparison that is `text`."""
     first, second = body["messages"][1]["content"].split("<answer_b>")
     assert (text in first) != (text in second)
     return "A" if text in first else "B"
@@ -168,7 +168,7 @@ def test_nonsense_is_asked_again_and_then_no_verdict(nonsense):
         judge = Judge(ChatEndpoint(server.url), tries=3)
         with pytest.raises(JudgeError, match="gave no verdict in 3 tries"):
             judge.grade(QUESTION, "7")
-    # Sampled anew each time, since the same question would be answered alike.
+    # Sampled again each time, since the same question would be answered alike.
     assert [body["seed"] for body in server.asked] == [0, 1, 2]
     assert [body["temperature"] for body in server.asked] == [0, 0.5, 0.5]
 
@@ -238,7 +238,7 @@ def test_equal_questions_are_asked_once_also_by_later_processes(tmp_path):
         assert len(server.asked) == 1
         judge.grade(QUESTION, "8")
         assert len(server.asked) == 2
-        # What a new process finds.
+        # Answers that a new process finds.
         endpoints._kept().clear()
         assert judge.grade(QUESTION, "7").reward == 1
         assert len(server.asked) == 2

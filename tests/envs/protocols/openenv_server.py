@@ -22,7 +22,7 @@ SCHEMA = {
 
 
 class Guess:
-    """What a server does; tests replace some of it."""
+    """Behaviour of a server; tests replace some of it."""
 
     schema = SCHEMA
     # Sessions at a time.

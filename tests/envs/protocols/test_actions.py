@@ -1,4 +1,4 @@
-"""What a policy's text is as an action, and what it reads of an observation."""
+"""A policy's text as an action, and an observation as the policy's text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which sandboxes this machine must have; a test of another one is skipped."""
+"""Sandboxes that this machine must have; a test of another one is skipped."""
 
 import subprocess
 

@@ -40,7 +40,7 @@ LIMITS = Limits(
 # A call, the grace for its answer, a look of the keeper, and a slow machine.
 LATEST = LIMITS.wall_seconds + 10.0
 
-# Those that do not end, and get a second.
+# Programs that do not end, and get a second.
 ENDLESS = {
     "stops its parents",
     "ignores signals",
@@ -64,7 +64,7 @@ ENDINGS: dict[str, set[Ended]] = {
     "sleeps": {"time"},
     "loops": {"time"},
     "matches for ever": {"time"},
-    # Where signals are refused, it goes on to its end.
+    # Where signals are refused, it runs to its end.
     "stops its parents": {"time", "exit"},
     "forks": {"time", "processes"},
     "takes memory in many processes": {"memory"},
@@ -73,7 +73,7 @@ ENDINGS: dict[str, set[Ended]] = {
     "fills pairs of sockets": {"memory", "time"},
     "reads address 0": {"signal"},
 }
-# Those that an error ends; what others print counts only if they come to their end.
+# Programs that an error ends; the output of others counts only if they finish.
 RAISES = {
     "closes every descriptor",
     "takes memory",
@@ -84,7 +84,7 @@ RAISES = {
     "recurses",
     "unpacks a bomb",
 }
-# What these reach is gVisor's own: its devices, and the process that obeys the calls.
+# These reach gVisor's own devices, and the process that obeys the calls.
 INSIDE_GVISOR = {
     "opens devices",
     "writes to the system",
@@ -95,7 +95,7 @@ INSIDE_GVISOR = {
 
 
 class Machine:
-    """What a program may not reach."""
+    """Things that a program may not reach."""
 
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o755)
@@ -142,7 +142,7 @@ class Machine:
         )
 
     def harm(self) -> list[str]:
-        """What a program has done to the machine."""
+        """Traces that a program has left on the machine."""
         found = []
         try:
             state: object = self._state()
@@ -237,7 +237,7 @@ def faults(sandbox: Sandbox, machine: Machine, name: str) -> list[str]:
 
 
 def after(place: Place) -> list[str]:
-    """What a place does after a hostile call; it may have ended, but not stall."""
+    """State of a place after a hostile call; it may have ended, but not stall."""
     if not place.alive:
         return []
     begin = time.monotonic()

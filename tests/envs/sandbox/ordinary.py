@@ -377,8 +377,8 @@ os.unlink("mine.py"); del sys.modules["mine"]
 """,
 }
 
-# What a sandbox refuses, and the error: these need the network, even that of the place
-# alone, or memory that is shared by name.
+# Programs that a sandbox refuses, and the error: these need the network, even the
+# place's own, or memory that is shared by name.
 REFUSED = {
     "http.server": (
         "import http.server; http.server.HTTPServer(('127.0.0.1', 0), None)",

@@ -53,7 +53,7 @@ NEEDED = {
     "setitimer": (38, 103),
     "rt_sigaction": (13, 134),
 }
-# What keeps memory of the kernel that no limit counts, or reaches others.
+# Calls that keep memory of the kernel that no limit counts, or reach others.
 REFUSED = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -81,7 +81,7 @@ REFUSED = {
     "mount": (165, 40),
     "unshare": (272, 97),
 }
-# Of inotify_init, which only x86_64 has.
+# Number of inotify_init, which only x86_64 has.
 INOTIFY_INIT = 253
 
 
@@ -96,7 +96,7 @@ class Machine:
         self.code = list(struct.iter_unpack("=HBBI", code))
 
     def __call__(self, number, *arguments, audit=None):
-        """What becomes of a call: ALLOWED, KILLED, or the number of an error."""
+        """Verdict on a call: ALLOWED, KILLED, or the number of an error."""
         arguments = (*arguments, *[0] * (6 - len(arguments)))
         audit = AUDIT[self.name] if audit is None else audit
         data = struct.pack("=IIQ6Q", number, audit, 0, *arguments)
@@ -154,7 +154,7 @@ def test_every_call_gets_what_the_tables_say(machine, request):
     expected |= dict.fromkeys(numbers(silent, machine.column), 0)
     expected |= dict.fromkeys(range(451, 600), NOSYS)
     expected |= {435: NOSYS, 0x40000000 + 39: NOSYS, 0xFFFFFFFF: NOSYS}
-    # Those whose arguments count have tests of their own.
+    # Calls whose arguments count have tests of their own.
     for looked_at in ("SOCKETPAIR", "PRCTL", "FCNTL", "IOCTL", "CLONE"):
         del expected[getattr(filters, f"_{looked_at}")[machine.column]]
     expected.pop(None, None)

@@ -13,8 +13,8 @@ from jaxrl_post.envs.sandbox import find
 from tests.envs.sandbox import available, hostile
 
 PROJECT = Path(__file__).parents[3]
-# What is marked `all`: test_places.py runs in gVisor too, and the filter of Landlock is
-# the same for each of its versions.
+# Tests that are marked `all`: test_places.py runs in gVisor too, and the filter of
+# Landlock is the same for each of its versions.
 WAYS = [
     "bubblewrap",
     "landlock",

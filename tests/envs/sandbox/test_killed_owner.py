@@ -1,4 +1,4 @@
-"""What a place leaves when the process that opened it is killed: nothing."""
+"""A place leaves nothing when the process that opened it is killed."""
 
 import contextlib
 import os
@@ -104,8 +104,8 @@ def test_a_killed_owner_leaves_no_process_and_no_directory(way, folder):
     times, places = (2, 5) if way == "landlock" else (1, 1)
     for _ in range(times):
         count, left = left_by_a_killed_owner(way, places, folder)
-        # The daemons, and those of the place; in gVisor, all are in one process.
+        # The daemons, and the place's processes; in gVisor, all are in one process.
         assert count >= (3 if way == "gvisor" else 6) * places
         assert left == 0
-        # What gVisor is told stays; no process of ours is there to remove it.
+        # The files that gVisor reads stay; no process of ours is there to remove it.
         assert way == "gvisor" or list(folder.iterdir()) == []

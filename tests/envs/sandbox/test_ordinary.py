@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 
 
 def printed(requirement):
-    """How each program ended, and its output, all in one place."""
+    """End and output of each program, all in one place."""
     with find(requirement, limits=LIMITS) as sandbox, sandbox.open() as place:
         return {
             name: place.python(program) for name, program in ordinary.PROGRAMS.items()

@@ -70,7 +70,7 @@ def test_queries_return_rows(executor, file, query, rows):
         assert executor.run(database, query).rows == rows
 
 
-# Times in a view, a column and an index are those of a query.
+# Times in a view, a column and an index are as in a query.
 TIMES = """
 CREATE TABLE t (day TEXT, year AS (strftime('%Y', day)), at DEFAULT CURRENT_TIMESTAMP);
 CREATE INDEX i ON t (date(day, '+1 day'));
@@ -329,7 +329,7 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # Nobody may wait for it where these tests run: a zombie has ended, too.
+    # Where these tests run no process may wait for it: a zombie has ended, too.
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] != "Z"
     return True

@@ -1,4 +1,4 @@
-"""Questions over data bases: generated ones, those of a file, and what is rewarded."""
+"""Questions over data bases: generated ones, a file's, and their rewards."""
 
 import json
 import pickle
@@ -280,7 +280,7 @@ def test_generated_queries_are_right_and_return_something(level):
 
 
 def test_generated_questions_have_one_answer():
-    """What a question asks, computed from the rows without SQL."""
+    """A question's answer, computed from the rows without SQL."""
     for domain in range(len(DOMAINS)):
         for variant in range(VARIANTS):
             about = content(0, domain, variant)

@@ -96,7 +96,7 @@ def serving(answer, cookies=lambda handler: (), port=0) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def serving_later(seconds, answer, cookies=lambda handler: (), port=0) -> Iterator[str]:
-    """A URL at which nobody listens until `seconds` from now."""
+    """A URL at which no server listens until `seconds` from now."""
     if not port:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

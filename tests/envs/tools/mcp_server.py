@@ -60,7 +60,7 @@ def wait(seconds: float) -> str:
 
 @SERVER.tool(annotations=ToolAnnotations(read_only_hint=True))
 async def meet(at: int, parties: int) -> str:
-    """Waits until so many calls are under way."""
+    """Waits until so many calls are running."""
     global WAITING
     WAITING += 1
     if parties == WAITING:

@@ -26,7 +26,7 @@ LONGEST = 20.0
 
 @dataclass
 class Flight:
-    """Counts calls that are under way; `meet` ends when so many are."""
+    """Counts calls that are running; `meet` ends when so many are."""
 
     parties: int = 1
     most: int = 0

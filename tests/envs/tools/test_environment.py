@@ -1,4 +1,4 @@
-"""Episodes with tools: whatever a call does, the policy is answered."""
+"""Episodes with tools: the policy is answered for every act of a call."""
 
 import json
 from dataclasses import dataclass

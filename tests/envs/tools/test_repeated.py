@@ -49,7 +49,7 @@ def looks(*places):
 
 
 def first(tools, turn, **options):
-    """The conversation after a turn, of which the worker dies."""
+    """The conversation after a turn whose worker dies."""
     environment = ToolEnvironment(Sums(), (tools,), **options)
     (task, *_) = environment.tasks("train")
     step = environment.open(task).step(turn)
@@ -130,5 +130,5 @@ def test_concurrent_calls_are_taken_again_in_their_order():
     task, conversation = first(Numbers([], concurrent=True), turn)
     assert [message.content for message in conversation[-5:]] == list("01234")
     assert again(Numbers([], concurrent=True), task, conversation).reward == 1.0
-    # Nor does it matter which calls were under way together.
+    # Nor does it matter which calls ran together.
     assert again(Numbers([]), task, conversation).reward == 1.0

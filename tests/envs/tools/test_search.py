@@ -101,7 +101,7 @@ def test_passages_that_fit_equally_stand_in_the_order_of_the_file(corpus):
 
 def test_words_of_most_passages_alone_find_something(corpus):
     path = corpus(PASSAGES)
-    # "the" stands in all four, and is left out beside a rarer word.
+    # "the" stands in all four, and is left out next to a rarer word.
     assert search(path, "the Seine", limit=4).count("[") == 1
     assert search(path, "the", limit=4).count("[") == 4
 
@@ -112,7 +112,7 @@ def test_a_word_of_most_passages_is_known_by_its_stem(corpus, word):
     path = corpus([{"text": f"{name} lives in Rome."} for name in names])
     assert search(path, f"Ada {word}", limit=3) == "[1] Ada lives in Rome."
     assert search(path, word, limit=3).count("[") == 3
-    # Nobody is told that there is no passage with a word that all have.
+    # A word that all passages have is not reported as found in none.
     told = f"any of these words: xyz. Most have: {word.lower()}. Try others."
     assert search(path, f"Xyz {word}", limit=3) == f"No passage has {told}"
 

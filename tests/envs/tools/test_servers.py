@@ -354,7 +354,7 @@ def test_an_endpoint_is_posted_to_and_keeps_the_cookies_of_an_episode(url, tmp_p
     assert json.loads(opened.call("look", {}))["cookie"] == "episode=7"
     other = found.open(TASK)
     assert json.loads(other.call("look", {}))["cookie"] is None
-    # What was wrong with a call is for the policy to read.
+    # The policy reads what was wrong with a call.
     assert json.loads(opened.call("wrong", {}))["name"] == "wrong"
 
 
@@ -455,7 +455,7 @@ def test_a_server_that_closes_is_noticed_whatever_it_said(said):
 
 
 def test_the_policy_sees_nothing_of_a_server_that_was_away():
-    """Two calls of a turn, the first of which waits: neither is told of it."""
+    """Two calls of a turn, and the first one waits: neither result shows it."""
     with serving_later(3.0, echoing) as later:
         tools = Endpoint(later, (Tool("look", ""),), seconds=15)
         environment = ToolEnvironment(Sums(), (tools,), turn_seconds=1.5)

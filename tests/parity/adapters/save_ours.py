@@ -57,7 +57,7 @@ EXPERTS_ALONE = (
     "solar_open",
 )
 MLP = ("gate", "up", "down")
-# Of these, adapters of reward models too: heads are trained whole.
+# These have adapters of reward models too: heads are trained in full.
 HEADS: dict[Head, tuple[str, ...]] = {
     "value": ("value_head",),
     "process": ("process_head",),

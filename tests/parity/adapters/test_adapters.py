@@ -1,7 +1,7 @@
 """Adapters that PEFT wrote, read here: the same logits.
 
 The committed ones change committed checkpoints. `make parity` has PEFT write one of
-every kind, into the folder "adapters" beside that of the checkpoints.
+every kind, into the folder "adapters" next to the checkpoints' folder.
 """
 
 import json

@@ -6,9 +6,9 @@ Needs torch, transformers, peft, numpy and safetensors, and nothing of this repo
     python tests/parity/adapters/theirs.py check FIXTURES SAVED
 
 FIXTURES is what make_fixtures.py wrote. An adapter's directory is named after the
-checkpoint that it changes and a word, as in "llama_mha-lora"; beside it lies
-expected.npz with `tokens` and the float32 `logits` of the changed model: of a
-classifier of sequences those of each row's last token.
+checkpoint that it changes and a word, as in "llama_mha-lora"; it has an expected.npz
+with `tokens` and the float32 `logits` of the changed model: for a classifier of
+sequences the logits of each row's last token.
 """
 # pyright: reportMissingImports=false
 
@@ -40,14 +40,14 @@ DORA_RS = {"use_dora": True, "use_rslora": True}
 DOWN = ["mlp.experts.down_proj"]
 EXPERTS = [*DOWN, "mlp.experts.gate_up_proj"]
 
-# Of a task of PEFT: transformers' class, and what makes it a reward model's.
+# By task of PEFT: transformers' class, and what makes it a reward model's.
 CLASSES: dict[str, tuple[Any, dict[str, int]]] = {
     "CAUSAL_LM": (AutoModelForCausalLM, {}),
     "SEQ_CLS": (AutoModelForSequenceClassification, {"num_labels": 1}),
     "TOKEN_CLS": (AutoModelForTokenClassification, {"num_labels": 2}),
 }
 
-# After the dash, what is said to LoraConfig beside rank 2.
+# After the dash: options of LoraConfig in addition to rank 2.
 CASES: dict[str, dict[str, Any]] = {
     "llama_mha-lora": {"target_modules": LINEAR, "lora_alpha": 6},
     "llama_mha-dora_rs": {"target_modules": LINEAR, "lora_alpha": 3, **DORA_RS},
@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def write(fixtures: Path, directory: Path, names: list[str]) -> None:
-    """Writes adapters of which every number is random, in bfloat16."""
+    """Writes adapters with random numbers, in bfloat16."""
     for name in names or CASES:
         base = name.partition("-")[0]
         rng = np.random.default_rng(zlib.crc32(name.encode()))

@@ -1,8 +1,8 @@
 """Token classifiers that transformers wrote, read here: the same verdicts.
 
 The committed ones have the backbones of committed checkpoints. `make parity` has
-transformers write one of every family, into the folder "classifiers" beside that of the
-checkpoints.
+transformers write one of every family, into the folder "classifiers" next to the
+checkpoints' folder.
 """
 
 import json

@@ -6,7 +6,7 @@ Needs torch, transformers and numpy, and nothing of this repository:
     python tests/parity/classifiers/theirs.py check DIRECTORY SAVED
 
 FIXTURES is what make_fixtures.py wrote. A classifier is the backbone of one of its
-checkpoints under a random head; beside it lies expected.npz with `tokens` and float32
+checkpoints under a random head; it has an expected.npz with `tokens` and float32
 `logits` [rows, length, 2].
 """
 # pyright: reportMissingImports=false
@@ -62,7 +62,8 @@ def write(fixtures: Path, directory: Path, names: list[str]) -> None:
                 parameter.copy_(parameter.bfloat16().float())
         tokens = np.load(fixtures / name / "expected.npz")["tokens"][:ROWS, :LENGTH]
         logits = score(model, tokens)
-        # What is float32 on disk, such as a bias that selects experts, stays so.
+        # Tensors that are float32 on disk, such as a bias that selects experts, stay
+        # so.
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
         model.config.dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""What transformers and TRL make of SmolLM2-135M-Instruct, for test_smollm2.py.
+"""Results of transformers and TRL for SmolLM2-135M-Instruct, for test_smollm2.py.
 
     python tests/parity/smollm2/theirs.py MODEL OUT [--gguf FILE]
 
@@ -51,7 +51,7 @@ Json = dict[str, Any]
 
 
 def texts() -> list[str]:
-    """What is tokenized: prose, code, white space, numbers, scripts, marks."""
+    """Texts to tokenize: prose, code, white space, numbers, scripts, marks."""
     found = [
         "", " ", "\n", "\t\t", "  two  spaces ", "a\r\nb", "12345678901234567890",
         "3.14159, -2e-7, 1_000", "naïve façade — “quotes” … ½ ² ٣٤", "Straße, Ärger, ß",

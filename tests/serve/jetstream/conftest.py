@@ -28,7 +28,7 @@ needs_jetstream = pytest.mark.skipif(
 
 
 class Stream(NamedTuple):
-    """What a client was sent."""
+    """The stream that a client was sent."""
 
     ids: tuple[int, ...]
     text: str
@@ -74,7 +74,7 @@ def greedy(tokenizer: Tokenizer, max_tokens: int = SIZES.max_tokens) -> Sampling
 
 
 def without_stop(ids: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What JetStream sends of a completion."""
+    """The messages of a completion that JetStream sends."""
     return ids[:-1] if ids[-1] in tokenizer.stop_ids else ids
 
 
@@ -112,7 +112,7 @@ def ask(
 
 
 def ask_together(port: int, contents, max_tokens: int) -> list[Stream]:
-    """Requests that are under way at the same time."""
+    """Requests that run at the same time."""
     with ThreadPoolExecutor(len(contents)) as pool:
         asked = [pool.submit(ask, port, each, max_tokens) for each in contents]
         return [future.result(DEADLINE) for future in asked]

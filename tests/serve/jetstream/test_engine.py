@@ -155,7 +155,7 @@ def test_logits_that_are_not_finite_end_a_stream(engine):
     params = jax.tree.map(lambda leaf: leaf * jnp.nan, engine.load_params())
     sick = make_engine(params=params)
     assert drive(sick, prompts(2)) == [(), ()]
-    # What they left in the pages does not reach the next prompt of the slot.
+    # Their old entries in the pages do not reach the next prompt of the slot.
     state = sick.insert(prefilled(sick, prompts()[-1]), sick.init_decode_state(), 0)
     state, _ = sick.generate(params, state)
     state = engine.insert(prefilled(engine, prompts()[1]), state, 0)

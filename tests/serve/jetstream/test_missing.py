@@ -8,7 +8,7 @@ from jaxrl_post.serve.jetstream import library
 
 
 def test_the_extra_and_the_lean_install_are_named(monkeypatch):
-    # What None stands for in sys.modules: a module that is known to be missing.
+    # None in sys.modules marks a module that is known to be missing.
     monkeypatch.setitem(sys.modules, "jetstream.engine.engine_api", None)
     monkeypatch.setitem(sys.modules, "jetstream", None)
     message = r"'jaxrl_post\[jetstream\]'.*--no-deps google-jetstream==0\.2\.2"

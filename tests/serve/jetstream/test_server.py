@@ -58,7 +58,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def tokenizer(params) -> Tokenizer:
-    """A stop id beside the end of sequence is one that occurs in several streams."""
+    """A stop id other than the end of sequence occurs in several streams."""
     plain = make_tokenizer()
     streams = expected(params, prompts(), greedy(plain))
     later = collections.Counter(token for ids in streams for token in {*ids[3:]})
@@ -69,7 +69,7 @@ def tokenizer(params) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def streams(params, tokenizer):
-    """What our engine samples greedily, with the stop tokens."""
+    """Our engine's greedy samples, with the stop tokens."""
     return expected(params, prompts(), greedy(tokenizer))
 
 
@@ -106,7 +106,7 @@ def test_a_text_is_answered_by_a_text(port, params, tokenizer):
     wanted = [without_stop(ids, tokenizer) for ids in wanted]
     found = ask_together(port, texts, MAX_TOKENS)
     assert [stream.ids for stream in found] == wanted
-    # Random tokens are random bytes, of which few are characters.
+    # Random tokens are random bytes, and few are characters.
     assert [stream.text for stream in found] == [
         tokenizer.decode(ids) for ids in wanted
     ]
@@ -165,7 +165,7 @@ def test_a_request_that_does_not_fit_is_refused(
     with pytest.raises(grpc.RpcError, match=message) as refused:
         ask(port, content, max_tokens, session)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    # The server goes on.
+    # The server continues.
     assert len(ask(port, prompts()[1], 1).ids) == 1
 
 

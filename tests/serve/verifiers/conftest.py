@@ -1,3 +1,3 @@
-"""What a Python that has verifiers runs is no test of ours."""
+"""Files that run under verifiers' own Python are not collected here."""
 
 collect_ignore = ["theirs.py"]

@@ -1,4 +1,4 @@
-"""What verifiers trains on is what an episode of the server has recorded."""
+"""verifiers trains on the tokens that the server's episode has recorded."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_the_branches_are_those_of_their_trace(tokenizer, episode):
     for branch in theirs["branches"]:
         own = ours[tuple(branch["token_ids"])]
         sampled = branch["sampled"]
-        # Of two branches, the one that trains on a turn has it among its own.
+        # The branch that trains on a turn, of the two, has it among its own.
         assert {i for i, each in enumerate(own["sampled"]) if each} <= {
             i for i, each in enumerate(sampled) if each
         }

@@ -1,4 +1,4 @@
-"""Questions about where people live, and what an answer earns."""
+"""Questions about where people live, and the reward of an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxrl_post.envs.tools import Search, ToolEnvironment
 
 __all__ = ["facts"]
 
-# The answer of somebody who does not search.
+# The answer of a model that does not search.
 UNKNOWN = "unknown"
 # One person in so many is held out.
 _ONE_IN = 4
@@ -36,7 +36,7 @@ def facts(
     eval_size: int = 200,
     passages: int = 2,
 ) -> ToolEnvironment:
-    """Where invented people live, which only a search in a corpus can tell.
+    """Questions where invented people live, which only a search in a corpus can answer.
 
     The policy may call the tool `search` over the passages of 400 people, such as "Ada
     Ash lives in Lima.", before it answers. The reward is the F1 of the answer's words
@@ -45,7 +45,7 @@ def facts(
 
     Args:
         slips: share of the first turns, in [0, 1], whose demonstration is "unknown", as
-            of somebody who does not search.
+            of a model that does not search.
         seed: chooses where people live, and who is asked about.
         train_size: number of training tasks.
         eval_size: number of held-out tasks; at most the people who are held out.
@@ -76,7 +76,7 @@ def facts(
 
 @dataclass(frozen=True)
 class _Facts:
-    """The questions, and what an answer earns."""
+    """The questions, and the reward of an answer."""
 
     search: Search
     slips: float
@@ -95,7 +95,7 @@ class _Facts:
         return "facts"
 
     def tasks(self, split: Split) -> TaskSequence:
-        """The questions of a split; none is about somebody of the other one."""
+        """The questions of a split; no person is in both splits."""
         asked = [
             home
             for home in homes(self.seed)

@@ -21,7 +21,7 @@ _TOWNS = (
 
 @lru_cache(maxsize=4)
 def homes(seed: int) -> tuple[tuple[str, str], ...]:
-    """Everybody's name and town, in any order; the same seed gives the same.
+    """All names and towns, in any order; the same seed gives the same.
 
     >>> len(homes(0)), homes(0)[0]
     (400, ('Nils Stone', 'Split'))

@@ -1,8 +1,8 @@
-"""Whether a text does what an instruction asks: one function for each kind.
+"""Checks whether a text follows an instruction: one function for each kind.
 
-Names of kinds and parameters are those of IFEval, and so is what they mean, with two
-exceptions, because IFEval's rules need data that is not on every machine: words are
-runs of letters and digits, and sentences end at ".", "!" or "?" before white space.
+Kinds and parameters have IFEval's names and meanings, with two exceptions, because
+IFEval's rules need data that is not on every machine: words are runs of letters and
+digits, and sentences end at ".", "!" or "?" before white space.
 
 References:
     Zhou et al., "Instruction-Following Evaluation for Large Language Models",

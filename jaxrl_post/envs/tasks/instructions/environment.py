@@ -32,9 +32,9 @@ _GENERATED = ("constraints", "slips", "seed", "train_size", "eval_size")
 class Instructions(TasksOfFiles["_Row"]):
     """Prompts whose instructions a program verifies, such as "use no commas".
 
-    The kinds of instructions and their parameters are those of IFEval, all but the
-    language of the response (`checks.KINDS`). Without `path`, prompts with one to
-    `constraints` instructions are generated.
+    The kinds of instructions and their parameters are IFEval's, except the language of
+    the response (`checks.KINDS`). Without `path`, prompts with one to `constraints`
+    instructions are generated.
 
     Args:
         path: .jsonl or .json with one object a line, or .parquet (extra `parquet`):
@@ -136,7 +136,7 @@ class Instructions(TasksOfFiles["_Row"]):
         return Step(reward, True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str | None:
-        """A text that fulfils all instructions, but for `slips`; None for files."""
+        """A text that fulfils all instructions, except for `slips`; None for files."""
         topic = task.data.get("topic")
         if topic is None:
             return None

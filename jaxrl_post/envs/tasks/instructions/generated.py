@@ -26,7 +26,7 @@ _TOPICS = (
     "snow", "a library", "music", "a harbour", "sleep", "a bridge", "honey", "a train",
     "winter", "a market", "swimming", "paper",
 )  # fmt: skip
-# Asked for or forbidden; `answer` uses none of them of its own accord.
+# Words to ask for or to forbid; `answer` uses none of them unless asked.
 _WORDS = (
     "bright", "quiet", "simple", "journey", "morning", "friend", "stone", "colour",
     "window", "gentle", "memory", "season",

@@ -18,14 +18,14 @@ __all__ = ["Extraction", "final_answer", "is_number", "require_extraction"]
 
 type Extraction = Literal["flexible", "strict"]
 
-# What makes a number the beginning of a longer answer, as of 4\sqrt{2}, 5! or 3 or 5.
+# Text that makes a number the beginning of a longer answer: 4\sqrt{2}, 5!, 3 or 5.
 _GOES_ON = re.compile(
     r"[!\w({]|\s*(?:[\^_]|[-+*/:=<>]\s*[\d.\\(]|\\(?!text|math|mbox)|[,;]\s*[-+\\.(]?\d)"
     r"|\s+(?:\d+/\d|\d{3}(?!\d))|\s+(?:or|and|to)\s+[-+\\.(]?\d"
     r"|\s*(?:\\text\s*\{)?\s*(?:hundred|thousand|(?:m|b|tr)illion|dozen|percent of)",
     re.ASCII | re.IGNORECASE,
 )
-# An answer that begins otherwise than with a number, as \frac{1}{2}, +5 or (1,2).
+# An answer that does not begin with a number, as \frac{1}{2}, +5 or (1,2).
 _FORMULA = re.compile(r"\+?[\d.]|-?\\(?!boxed|fbox)|[(\[]\s*[-+\d.\\]")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 # TeX boxes one token then, which is hardly meant.

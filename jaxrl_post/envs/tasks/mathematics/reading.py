@@ -30,9 +30,9 @@ _COMPARING_S = 2.0
 # digits of other numbers.
 _PLACES = 6
 _DIGITS = 15
-# Relative difference of a decimal number: six places say nothing of 1e-7.
+# Relative difference of a decimal number: six places cannot compare 1e-7.
 _CLOSE = 1e-5
-# And of the two sides of `\\approx`.
+# Relative difference of the two sides of `\\approx`.
 _ABOUT = 0.01
 
 _FRACTION = re.compile(r"(?<![\w.])(\d+) +(\d+)/(\d+)(?![\w.])")
@@ -43,7 +43,7 @@ _MINUS_POWER = re.compile(r"\^-(\d+)")
 _RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant)(?![a-zA-Z])")
 # The library leaves these out before it reads.
 _LEFT_OUT = re.compile(r"\\[lcvd]?dots|\.\.|['\"]")
-# What a subscript or a power of one character may stand in.
+# Braces around a subscript or a power of one character.
 _BRACES = re.compile(r"([_^])(?:\{\s*(\w)\s*\}|(\w))")
 _ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
 # A number with an exponent as JSON writes it, alone or as an element.
@@ -68,9 +68,9 @@ _SAYING = (
 def equal(reference: str, answer: str) -> bool:
     r"""Whether two answers are equal.
 
-    They are if they are the same text, or the same words but for capitals, or if both
-    can be read to their end, as a number or as LaTeX, and math-verify finds what they
-    say equal. Units at the end do not count.
+    They are if they are the same text, or the same words except for capitals, or if
+    both can be read to their end, as a number or as LaTeX, and math-verify finds what
+    they say equal. Units at the end do not count.
 
     A comma between groups of three digits belongs to the number, as in "1,080". In
     brackets it separates, so (10,200) has two elements, unless a group begins with 0,
@@ -112,7 +112,7 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def _kind(text: str) -> str | None:
-    """What encloses a list or an interval, or "relation"; None of all else."""
+    """Brackets of a list or an interval, or "relation"; None for all else."""
     text = re.sub(r"\\(?:left|right|big|Big)(?![a-zA-Z])", "", text)
     text = text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace(" ", "")
     if _RELATION.search(text):
@@ -135,7 +135,7 @@ def _same(left: Any, right: Any) -> bool:
         return False
     import sympy
 
-    # Six places say nothing of small numbers, wherever they stand.
+    # Six places cannot compare small numbers, in any position.
     small = [
         sorted(abs(n) for n in each.atoms(sympy.Number) if 0 < abs(n) < _ABOUT)
         for each in (left, right)
@@ -146,7 +146,7 @@ def _same(left: Any, right: Any) -> bool:
             if abs(one - other) > _CLOSE * max(one, other):
                 return False
     numbers = [
-        # As of x = 3.
+        # Such as x = 3.
         each.rhs if isinstance(each, sympy.Eq) and each.lhs.is_Symbol else each
         for each in (left, right)
     ]
@@ -160,7 +160,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _read(text: str) -> Any:
-    """What a cleaned text says; None unless it can be read to its end."""
+    """Parses a cleaned text; None unless it can be read to its end."""
     import sympy
 
     text = joined(without_unit(text))
@@ -177,7 +177,7 @@ def _read(text: str) -> Any:
         return _reader()(text)
     except MemoryError:
         raise
-    # Whatever the parser raises, it has not read the text.
+    # Every error of the parser means that it has not read the text.
     except Exception:
         return None
 

@@ -24,7 +24,7 @@ NUMBER = re.compile(NUMBER_TEXT, re.ASCII)
 # Words are no products of letters.
 WORDS = re.compile(r"[^\W\d_]{3,}(?:[ '-]+[^\W\d_]+)*")
 
-# Groups of three digits behind the first comma. Nothing goes on behind the last group.
+# Groups of three digits behind the first comma. Nothing follows the last group.
 _GROUPED = r"(?<![\w.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)"
 _SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _THOUSANDS = re.compile(_GROUPED, re.ASCII)
@@ -32,7 +32,7 @@ _THOUSANDS = re.compile(_GROUPED, re.ASCII)
 _SURELY_GROUPED = re.compile(r"(?<=\d),0\d\d(?!\d)", re.ASCII)
 _BRACKETS = re.compile(r"[(\[]|\\\{|\\lbrace|\\langle")
 
-# What surrounds a number or groups its digits without changing its value.
+# Marks that surround a number or group its digits without changing its value.
 _DECORATION = re.compile(
     r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))|(?<!\\)\\!"
     # Kept between two digits: it separates two amounts.
@@ -95,7 +95,7 @@ _NO_UNIT = re.compile(
     r"|base|infinity|infty|[eixyz])(?:s|\b)",
     re.IGNORECASE,
 )
-# Shorter words outside of \text{} are variables, but for these.
+# Shorter words outside of \text{} are variables, except these.
 _SHORT_UNIT = re.compile(
     r"[ckm]?m|[km]?g|ml|sq|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|mph|day|men|usd|eur|gbp",
     re.IGNORECASE,
@@ -143,9 +143,8 @@ def cleaned(text: str) -> str:
         if text.endswith(".") and not text.endswith(r"\right."):
             text = text.removesuffix(".").rstrip()
         for opening, closing in _WRAPPERS:
-            # What is between the marks is not empty.
             inner = text.removeprefix(opening).removesuffix(closing)
-            # What is between the marks is not empty.
+            # An empty text between the marks does not count.
             if inner and len(text) - len(inner) == len(opening + closing):
                 text = inner.strip()
     text = _POINT.sub(".", " ".join(_DECORATION.sub("", text).split()))

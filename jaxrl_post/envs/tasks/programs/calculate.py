@@ -65,7 +65,7 @@ def calculate(
 
 @dataclass(frozen=True)
 class _Problems:
-    """The problems, and what an answer earns."""
+    """The problems, and the reward of an answer."""
 
     operations: int
     digits: int

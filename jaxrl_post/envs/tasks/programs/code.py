@@ -90,7 +90,7 @@ class Code(TasksOfFiles["_Row"]):
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._tests().prepare()
 
@@ -194,6 +194,6 @@ def _require_test(test: Any, number: int, entry: str | None) -> None:
         )
     if (size := len(expected.encode("utf-8", "replace"))) > MOST_OUTPUT // 2:
         raise BadRowError(
-            f"{where} expects {size:,} bytes; a program may print {MOST_OUTPUT:,}, of "
-            "which half may be white space and other text"
+            f"{where} expects {size:,} bytes; a program may print {MOST_OUTPUT:,}, "
+            "half of them white space and other text"
         )

@@ -57,7 +57,7 @@ class Formula:
         return f"{left}{self.operation}{right}"
 
     def value(self, names: Mapping[str, int]) -> int:
-        """The value, given those of the names."""
+        """The value, given the values of the names."""
         if not self.operation:
             return names[self.leaf] if self.leaf in names else int(self.leaf)
         left, right = (part.value(names) for part in self.parts)

@@ -25,7 +25,7 @@ _LARGEST = 99
 
 @dataclass(frozen=True)
 class Functions:
-    """Functions of three integers that are told in words.
+    """Functions of three integers that are described in words.
 
     The program is the last fenced block of the response, or all of it without one. It
     runs in the sandbox, and must define `f`, which is called with random arguments. The
@@ -96,7 +96,7 @@ class Functions:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._hidden_tests().prepare()
 

@@ -34,7 +34,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class HiddenTests:
-    """How programs are tested; `code.Code` says what a test is.
+    """Hidden tests of programs; `code.Code` defines a test.
 
     Args:
         reward: "all" is 1 for a program that passes all tests and 0 otherwise; "share"
@@ -74,7 +74,7 @@ class HiddenTests:
         """Finds the sandbox.
 
         Raises:
-            SandboxError: none can be had as required.
+            SandboxError: none is available as required.
         """
         self._found()
 
@@ -183,8 +183,8 @@ class _Candidate:
                 return False
             # The time to open a place is not the program's.
             seconds = max(0.0, seconds - loaded.processor)
-        # What the program prints is told from its result by a mark that it has not
-        # seen. A program that guesses it still does not know what is expected.
+        # A mark that the program has not seen tells its output from its result. A
+        # program that guesses it still does not know what is expected.
         mark = secrets.token_hex(8)
         arguments = json.dumps(test["arguments"])
         star = "*" if isinstance(test["arguments"], list) else "**"
@@ -234,7 +234,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _equal(said: Any, expected: Any) -> bool:
-    """Whether two JSON values are equal, numbers but for rounding."""
+    """Whether two JSON values are equal, numbers up to rounding."""
     if isinstance(said, bool) or isinstance(expected, bool):
         return said is expected
     if isinstance(said, int | float) and isinstance(expected, int | float):
@@ -256,7 +256,7 @@ def _is_close(said: float, expected: float) -> bool:
     try:
         return abs(said - expected) <= (_CLOSE * abs(expected) or _TINY)
     except OverflowError:
-        # A whole number that no float can hold, beside one.
+        # A whole number that no float can hold, compared with a float.
         return False
 
 

@@ -76,7 +76,7 @@ class Text2SQL:
             right. Without, the first is found when an answer is judged.
         level: of generated questions: from all levels up to this one, in [1, 4].
         slips: share of the demonstrations, in [0, 1], that select all columns, as of
-            somebody who does not read what is asked for; of generated questions.
+            a model that does not read what is asked for; for generated questions.
         seed: of the generated data bases and questions.
         train_size: number of generated training questions.
         eval_size: number of generated evaluation questions.
@@ -240,7 +240,7 @@ class Text2SQL:
                 self.seed, rng.randrange(len(DOMAINS)), rng.randrange(VARIANTS)
             )
             question = ask(rng, about, rng.randint(1, self.level))
-            # By the question alone: it is held out from all data bases.
+            # Only the question decides: it is held out from all data bases.
             if split_of(question.text) == split:
                 return self._task(index, question, Database(schema=about.schema))
 
@@ -307,7 +307,7 @@ def _rows(seconds: float, max_rows: int, database: Database, query: str) -> Rows
 def _wrong_with(
     seconds: float, max_rows: int, database: Database, query: str
 ) -> str | None:
-    """Why a right query cannot be one; kept, as both splits read the whole file."""
+    """Says why a reference query is unusable; cached, as both splits read the file."""
     try:
         found = _rows(seconds, max_rows, database, query)
     except SqlError as error:
@@ -340,7 +340,7 @@ def _told(executor: Executor, database: Database, tables: Tables, rows: int) -> 
 
 
 def _quoted(name: str) -> str:
-    """A name as SQL writes it, whatever its characters."""
+    """Quotes a name for SQL; it may have any characters."""
     return '"' + name.replace('"', '""') + '"'
 
 

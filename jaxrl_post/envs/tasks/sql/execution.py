@@ -37,7 +37,7 @@ class SqlError(Exception):
 
 @dataclass(frozen=True)
 class Database:
-    """Where a data base comes from; exactly one of both is given.
+    """Source of a data base; exactly one of both is given.
 
     Attributes:
         path: of a SQLite file.
@@ -50,7 +50,7 @@ class Database:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a query returned.
+    """Rows that a query returned.
 
     Attributes:
         rows: values are None, int, float, str or bytes.

@@ -48,7 +48,7 @@ ALLOWED = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-# They load code.
+# These functions load code.
 DENIED = {"load_extension", "fts3_tokenizer"}
 CHANCE = {"random", "randomblob"}
 CLOCK = {"current_date", "current_time", "current_timestamp"}
@@ -98,7 +98,7 @@ class Steady:
         for name in CLOCK:
             database.create_function(name, -1, functools.partial(self._clock, name))
         for name in TIMES:
-            # Else SQLite would take it neither in an index nor in a column.
+            # Otherwise SQLite would refuse it in an index and in a column.
             database.create_function(
                 name, -1, functools.partial(self._time, name), deterministic=True
             )
@@ -145,7 +145,7 @@ def is_now(value):
 def opened(path, schema, seconds):
     """A data base: of a file, or one in memory that a text creates and fills."""
     if path is not None:
-        # Immutable: no lock is taken, and no file appears beside it.
+        # Immutable: no lock is taken, and no further file is made.
         name = f"file:{urllib.parse.quote(path)}?mode=ro&immutable=1"
         database = sqlite3.connect(name, uri=True, isolation_level=None)
     else:
@@ -233,7 +233,7 @@ def answer(databases, request):
 
 
 def kind_of(error):
-    """Why SQLite raised."""
+    """Names the kind of SQLite's error."""
     # A function that is not allowed, and a long query, have no code of their own.
     if str(error).startswith("not authorized"):
         return "refused"

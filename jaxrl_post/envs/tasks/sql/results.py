@@ -46,7 +46,7 @@ def is_ordered(query: str) -> bool:
 def equal(found: Rows, expected: Rows, *, ordered: bool) -> bool:
     """Whether two results have the same rows, as often.
 
-    Columns are compared by position, whatever their names. NULL equals NULL. Numbers
+    Columns are compared by position, not by name. NULL equals NULL. Numbers
     are equal if they differ by no more than one part in a million; a number is never
     equal to a text.
 

@@ -13,7 +13,7 @@ __all__ = ["DOMAINS", "VARIANTS", "Content", "Domain", "Table", "content"]
 # Data bases of each domain: their rows differ, their tables do not.
 VARIANTS = 8
 
-# Of a table: integers and texts.
+# A row of a table: integers and texts.
 type Row = tuple[Any, ...]
 
 
@@ -160,13 +160,13 @@ def content(seed: int, domain: int, variant: int) -> Content:
         _numbered(names, groups, *_columns(rng, about.one, len(names))),
     )
     titles = rng.sample(about.many.texts, rng.randint(8, 12))
-    # The last one has none, so that questions about those without have an answer.
+    # The last row has none, so that questions about rows without any have an answer.
     owners = [ones[i % 2][0] for i in range(3)]
     owners += [rng.choice(ones[:-1])[0] for _ in titles[3:]]
     rng.shuffle(owners)
     many = tuple(_numbered(titles, owners, *_columns(rng, about.many, len(titles))))
     size = rng.randint(12, 16)
-    # Again the last one has none.
+    # The last row again has none.
     of = [rng.choice(many[:-1])[0] for _ in range(size)]
     texts = _some_twice(rng, about.events.texts, size)
     events = tuple(_numbered(of, texts, *_columns(rng, about.events, size)))
@@ -184,7 +184,7 @@ def _columns(rng: Random, table: Table, size: int) -> list[list[int]]:
 
 
 def _some_twice(rng: Random, values: Sequence[str], size: int) -> list[str]:
-    """Texts of which the first stands twice at least, in any order."""
+    """Draws texts, the first of them at least twice, in any order."""
     chosen = [values[0], *(rng.choice(values) for _ in range(size - 2)), values[0]]
     rng.shuffle(chosen)
     return chosen
