@@ -1,6 +1,5 @@
 """Builds the algorithm and the correction that a configuration names."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
 from jaxrl_post.records.own import loaded, made
+from jaxrl_post.specs import named_parameters
 
 __all__ = ["make_algorithm", "make_correction"]
 
@@ -67,8 +67,7 @@ def make_algorithm(
     Raises:
         ConfigError: there is no such function, it raises, or it returns something
             else; what it returns breaks the contract (`algorithms.contract`); an option
-            is unused by the algorithm, or a required one is missing.
-        ValueError: a hyperparameter is out of its range.
+            is unused by the algorithm, out of its range, or missing.
     """
     check_algorithm(config, critic, distill)
     if config.name == "distillation" and distill.divergence != "sampled":
@@ -78,20 +77,16 @@ def make_algorithm(
         build = getattr(algorithms, name)
     else:
         build = loaded(name, OPTION, "algorithm", ALGORITHMS)
-    options = dict(_options(build, name, config, critic))
-    if _requires(build, "denominator"):
-        options["denominator"] = float(max_tokens)
-    try:
-        found = made(
-            config.name,
-            build,
-            options,
-            option=OPTION,
-            kind="algorithm",
-            broken=contract.broken,
-        )
-    except TypeError as error:  # an option that is none of the shared ones
-        raise ConfigError(f"{OPTION}: {error}") from error
+    options = dict(_options(build, name, config, critic, max_tokens))
+    found = made(
+        config.name,
+        build,
+        options,
+        option=OPTION,
+        kind="algorithm",
+        broken=contract.broken,
+        shared=SharedOptions,
+    )
     if critic != NO_CRITIC and found.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
     reads = found.needs_reference or found.divergence is not None
@@ -110,15 +105,16 @@ def _options(
     name: str,
     config: AlgorithmConfig,
     critic: CriticConfig,
-) -> Iterator[tuple[str, Any]]:
-    """The options that are given, as arguments of the algorithm's function.
+    max_tokens: int,
+) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Arguments of the algorithm's function, each with the option that gives it.
 
     Raises:
         ConfigError: it has no such parameter.
     """
-    parameters = inspect.signature(build).parameters
-    taken = set(parameters)
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    named, rest = named_parameters(build, f"algorithm {name!r}")
+    taken = {each.name for each in named}
+    if rest is not None:
         taken |= SharedOptions.__annotations__.keys()
     weight = config.kl_weights
     given: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -147,27 +143,29 @@ def _options(
             raise ConfigError(
                 f"--algorithm.{option}: {name} does not read it; drop the option"
             )
-        yield parameter, value
+        yield parameter, (f"--algorithm.{option}", value)
     if config.correction != CorrectionConfig():
         if "correction" not in taken:
             raise ConfigError(
                 f"--algorithm.correction.*: {name} does not read it; drop the options"
             )
-        yield "correction", make_correction(config.correction)
+        correction = make_correction(config.correction)
+        yield "correction", ("--algorithm.correction.*", correction)
     of_critic = {
-        "gamma": critic.gamma,
-        "lambda_": critic.gae_lambda,
-        "value_lambda": critic.value_lambda,
-        "value_clip": critic.clip or None,
-        "bootstrap_truncated": critic.bootstrap_truncated,
+        "gamma": ("--critic.gamma", critic.gamma),
+        "lambda_": ("--critic.gae-lambda", critic.gae_lambda),
+        "value_lambda": ("--critic.value-lambda", critic.value_lambda),
+        "value_clip": ("--critic.clip", critic.clip or None),
+        "bootstrap_truncated": (
+            "--critic.bootstrap-truncated",
+            critic.bootstrap_truncated,
+        ),
     }
     if critic != NO_CRITIC:
         yield from ((each, of_critic[each]) for each in of_critic if each in taken)
-
-
-def _requires(build: Callable[..., Algorithm], name: str) -> bool:
-    found = inspect.signature(build).parameters.get(name)
-    return found is not None and found.default is found.empty
+    required = [each.name for each in named if each.default is each.empty]
+    if "denominator" in required:
+        yield "denominator", ("--rollout.max-tokens", float(max_tokens))
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:
