@@ -296,7 +296,9 @@ def distillation(
         reduction=reduce.token_mean,
         correction=correction,
     )
-    composed = composed._replace(compares_samples=False, turn_credit="outcome")
+    composed = composed._replace(
+        compares_samples=False, turn_credit="outcome", has_teacher=True
+    )
     return _credited(composed, credit, kl_coefficient=1.0)
 
 

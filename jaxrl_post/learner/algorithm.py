@@ -70,23 +70,17 @@ def make_algorithm(
             is unused by the algorithm, out of its range, or missing.
     """
     check_algorithm(config, critic, distill)
-    if config.name == "distillation" and distill.divergence != "sampled":
-        return distribution_distillation(divergence=_divergence(distill))
+    found = _built(config, max_tokens, critic, distill)
     name = config.name.partition("?")[0]
-    if name in ALGORITHMS:
-        build = getattr(algorithms, name)
-    else:
-        build = loaded(name, OPTION, "algorithm", ALGORITHMS)
-    options = dict(_options(build, name, config, critic, max_tokens))
-    found = made(
-        config.name,
-        build,
-        options,
-        option=OPTION,
-        kind="algorithm",
-        broken=contract.broken,
-        shared=SharedOptions,
-    )
+    if found.has_teacher and config.reference is None:
+        raise ConfigError(
+            f"--algorithm.reference: {name} needs the directory of a teacher"
+        )
+    if distill != NO_TEACHER and not found.has_teacher:
+        raise ConfigError(
+            f"--distill.*: {name} has no teacher; drop the options, or use "
+            "--algorithm.name distillation"
+        )
     if critic != NO_CRITIC and found.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
     reads = found.needs_reference or found.divergence is not None
@@ -98,6 +92,32 @@ def make_algorithm(
     if critic.backbone == "shared":
         return algorithms.shared_backbone(found, coefficient=critic.coefficient)
     return found
+
+
+def _built(
+    config: AlgorithmConfig,
+    max_tokens: int,
+    critic: CriticConfig,
+    distill: DistillConfig,
+) -> Algorithm:
+    """The algorithm itself, before options are compared with what it says it is."""
+    if config.name == "distillation" and distill.divergence != "sampled":
+        return distribution_distillation(divergence=_divergence(distill))
+    name = config.name.partition("?")[0]
+    if name in ALGORITHMS:
+        build = getattr(algorithms, name)
+    else:
+        build = loaded(name, OPTION, "algorithm", ALGORITHMS)
+    options = dict(_options(build, name, config, critic, max_tokens))
+    return made(
+        config.name,
+        build,
+        options,
+        option=OPTION,
+        kind="algorithm",
+        broken=contract.broken,
+        shared=SharedOptions,
+    )
 
 
 def _options(

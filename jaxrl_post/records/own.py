@@ -81,7 +81,9 @@ def made(
             f"{option}: {error}" if name in str(error) else f"{option} {spec}: {error}"
         )
         for parameter, (flag, _) in options.items():
-            if re.search(rf"(^|: ){parameter} must ", str(error)):
+            if re.search(
+                rf"(^|: ){parameter} must |argument '{parameter}'", str(error)
+            ):
                 told = f"{flag}: {error}"
         raise ConfigError(told) from error
     if ":" not in name:
