@@ -195,12 +195,12 @@ def fits(value: Any, wanted: Any) -> bool:
         return any(fits(value, each) for each in arguments)
     if collections.abc.Callable in (wanted, origin):
         return callable(value)
+    if wanted in (None, types.NoneType):
+        return value is None
     if type(value) not in _JSON:
         return True
     if origin is typing.Literal:
         return any(type(value) is type(each) and value == each for each in arguments)
-    if wanted in (None, types.NoneType):
-        return value is None
     if wanted is float:
         return type(value) in (int, float) and value == value  # NaN is no number here
     if wanted in (str, bool, int, list, dict):
