@@ -34,7 +34,7 @@ SHORT = (
     "--eval.num-tasks=4",
     "--mesh=dp8",
 )
-# Of a model that has learned nothing: its samples differ in reward.
+# A model that has hardly begun to imitate digits gets samples that differ in reward.
 SPREAD = """
 from jaxrl_post.envs import Message, Step, Task, response
 
@@ -112,10 +112,10 @@ def test_an_advantage(page):
     opened = page("advantage")
     name = opened.option("algorithm.name").partition("?")[0]
     assert contract.broken(imported(name, "algorithm")()) is None
-    row = trained(opened.run("--env=spread:Spread", *SHORT))
-    # The better half of each group has 2 and the others 0; those of grpo add up to 0.
-    assert 0.2 <= row["advantage/mean"] <= 1.0
-    assert abs(row["advantage/mean"] ** 2 + row["advantage/std"] ** 2) <= 4.0
+    row = trained(opened.run(*SPREADS))
+    # At most half of a group has 2 and the others 0; those of grpo add up to 0.
+    assert row["rollout/groups_with_spread"] > 0
+    assert 0 < row["advantage/mean"] <= 1.0
 
 
 @pytest.mark.processes
@@ -123,7 +123,7 @@ def test_a_policy_loss(page):
     opened = page("policy-loss")
     name = opened.option("algorithm.name").partition("?")[0]
     assert contract.broken(imported(name, "algorithm")()) is None
-    row = trained(opened.run("--env=spread:Spread", *SHORT))
+    row = trained(opened.run(*SPREADS))
     assert row["policy/far"] > 0
     assert row["policy/clip_fraction_high"] == row["policy/clip_fraction_low"] == 0
 
@@ -148,7 +148,7 @@ def test_a_kl(page):
         )
     ]
     assert losses[0] < min(losses[1:])
-    row = trained(opened.run("--env=spread:Spread", *SHORT, "--update.minibatches=2"))
+    row = trained(opened.run(*SPREADS, "--update.minibatches=2"))
     assert row["policy/kl_to_reference"] > 0
 
 
@@ -160,7 +160,7 @@ def test_a_correction(page):
     assert contract.broken(build()) is None
     # Without all tokens that any rounding reaches, nothing is left to learn from.
     assert "no gradient reaches" in contract.broken(build(most=-1.0))
-    row = trained(opened.run("--env=spread:Spread", *SHORT))
+    row = trained(opened.run(*SPREADS))
     assert 0 < row["correction/kept"] <= 1
     assert "correction/weight" not in row
 
@@ -171,13 +171,13 @@ def test_a_reward(page):
     rows = opened.run(*SHORT)
     grade = imported("my_reward:same_place", "grader")
     assert grade("abd", "abc") == grade("abd", ["x", "abc"]) == 2 / 3
-    [path] = Path(opened.option("run-dir")).glob("samples.jsonl")
-    samples = read_rows(path)
+    questions = read_rows(Path(launch_grpo.PROGRAM.recipes["jsonl"]().data.path))
+    answers = {row["prompt"]: row["answer"] for row in questions}
+    samples = list(read_rows(Path(opened.option("run-dir")) / "samples.jsonl"))
     assert samples
     for sample in samples:
-        assert sample["reward"] == pytest.approx(
-            grade(sample["response"], sample["reference"])
-        )
+        reward = grade(sample["completion"], answers[sample["prompt"]])
+        assert sample["reward"] == pytest.approx(reward)
     assert 0 <= trained(rows)["reward/mean"] <= 1
 
 
@@ -212,10 +212,8 @@ def test_a_tool(page):
     step = session.step(Answer("assistant", "", tool_calls=tuple(calls)))
     said = [message.content for message in step.messages]
     assert said == ["7", "error: ValueError: numbers must not be empty"]
-    row = trained(opened.run(*SHORT))
+    row = trained(opened.run(*SHORT, "--rollout.max-tokens=4"))
     assert row["env/tools/calls"] >= 0
-    first = read_rows(Path(opened.option("run-dir")) / "samples.jsonl")[0]
-    assert "largest" in json.dumps(first)
 
 
 @pytest.mark.processes
