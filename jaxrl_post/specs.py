@@ -331,10 +331,11 @@ def raised(error: BaseException) -> str:
     if type(error).__module__.split(".")[0] in ("jax", "jaxlib"):
         # Pages about JAX's own operations follow.
         text = text.partition("\n")[0]
-        remedy = (
-            "; jax.jit traces this code: use jax.numpy in the place of numpy, and "
-            "jnp.where in the place of if"
-        )
+        if "Trace" in type(error).__name__:
+            remedy = (
+                "; jax.jit traces this code: use jax.numpy in the place of numpy, and "
+                "jnp.where in the place of if"
+            )
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

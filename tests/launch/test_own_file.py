@@ -20,7 +20,8 @@ from jaxrl_post.metrics import masked
 
 def above_mean(rewards, valid):
     known = jnp.where(valid, rewards, 0.0)
-    mean = known.sum(axis=1, keepdims=True) / valid.sum(axis=1, keepdims=True)
+    count = jnp.maximum(valid.astype(jnp.float32).sum(axis=1, keepdims=True), 1.0)
+    mean = known.sum(axis=1, keepdims=True) / count
     return jnp.where(valid, known - mean, 0.0)
 
 
