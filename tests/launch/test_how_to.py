@@ -49,8 +49,13 @@ class Spread:
         return Step(sum(map(ord, response(conversation))) % 7 / 7, done=True)
 
     def demonstration(self, task):
-        return task.reference
+        return f"{task.id % 10}{7 * task.id % 10}"
 """
+SPREADS = (
+    *(each for each in SHORT if each != "--warm-start.steps=1"),
+    "--env=spread:Spread",
+    "--warm-start.steps=20",
+)
 
 
 class Page:
