@@ -83,7 +83,8 @@ def test_one_file_is_enough(folder, capsys):
     assert grpo.main([*SHORT, "--steps=1"]) == 0
     run = folder / "run"
     assert len(told(folder)) == 1
-    assert json.loads((run / "config.json").read_text())["algorithm"]["name"] == NAME
+    config = json.loads((run / "config.json").read_text())["config"]
+    assert config["algorithm"]["name"] == NAME
     assert "stranger/moved" in (run / "report.html").read_text("utf-8")
     # It goes on from its checkpoint, by the options or by its config.json.
     assert grpo.main(["--config=run/config.json", "--steps=2"]) == 0
