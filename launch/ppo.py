@@ -19,6 +19,7 @@ PROGRAM = cli.Program(
         RLConfig(algorithm=AlgorithmConfig(name="ppo")),
         Rates(checkpoint=1e-6, adapter=1e-5, preset=5e-4),
         demo=ppo_demo,
+        critic=True,
     ),
     load=online,
     check=check_options,

@@ -20,7 +20,11 @@ OWN = ("--model", "--env", "--data.path", "--config")
 
 
 def beginning[Config: RunConfig](
-    config: Config, rates: Rates, *, demo: Callable[[], Config] | None = None
+    config: Config,
+    rates: Rates,
+    *,
+    demo: Callable[[], Config] | None = None,
+    critic: bool = False,
 ) -> Callable[[Sequence[str]], Config]:
     """Makes `Program.default`: the defaults for the kind of model.
 
@@ -28,6 +32,7 @@ def beginning[Config: RunConfig](
         config: with the defaults for a checkpoint.
         rates: learning rates of the program.
         demo: the configuration if neither model nor task is given; None for no demo.
+        critic: whether the program trains a critic.
     """
 
     def default(arguments: Sequence[str]) -> Config:
@@ -39,7 +44,11 @@ def beginning[Config: RunConfig](
             rates,
             model=given(arguments, "--model"),
             lora=given(arguments, "--lora.rank") not in (None, "0"),
-            critic_lora=given(arguments, "--critic.lora.rank") not in (None, "0"),
+            critic_lora=(
+                given(arguments, "--critic.lora.rank") not in (None, "0")
+                if critic
+                else None
+            ),
         )
 
     return default

@@ -1,8 +1,9 @@
 """Builds a policy-gradient algorithm from its parts."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl_post.algorithms.corrections import TRUNCATED
 from jaxrl_post.algorithms.objective import (
     Algorithm,
+    Corrected,
     Correction,
     KlEstimator,
     KlWeights,
@@ -25,6 +27,7 @@ from jaxrl_post.losses import diagnostics, entropy, kl
 from jaxrl_post.losses.arguments import checked
 from jaxrl_post.losses.sequences import in_sequence
 from jaxrl_post.metrics import Metric, masked
+from jaxrl_post.specs import check_takes
 from jaxrl_post.types import Array, Bool, Float, TokenBatch
 
 __all__ = [
@@ -33,7 +36,29 @@ __all__ = [
     "compose",
     "only_shared",
     "raise_early",
+    "shared_names",
 ]
+
+# What the parts are called with.
+_TAKES = {
+    "policy_loss": (
+        "policy_logprobs", "proximal_logprobs", "advantages", "mask", "segment_ids",
+    ),
+    "reduction": ("values", "mask", "segment_ids"),
+    "kl_estimator": ("policy_logprobs", "reference_logprobs", "mask"),
+    "kl_weights": (
+        "kl_values", "policy_logprobs", "proximal_logprobs", "behavior_logprobs",
+        "mask", "segment_ids",
+    ),
+    "correction": ("proximal_logprobs", "behavior_logprobs", "mask", "segment_ids"),
+    "token_choice": ("entropy", "mask"),
+}  # fmt: skip
+# Where the values that the parts return come from, for error messages.
+_MAKERS = {
+    PolicyTerm: "jaxrl_post.algorithms.PolicyTerm",
+    Corrected: "jaxrl_post.algorithms.Corrected",
+    Metric: "jaxrl_post.metrics.masked, or a function of jaxrl_post.losses.reduce,",
+}
 
 
 class SharedOptions(TypedDict, total=False):
@@ -85,13 +110,30 @@ class RewardOptions(TypedDict, total=False):
     entropy_coefficient: float
 
 
+def shared_names(rest: inspect.Parameter | None) -> tuple[str, ...]:
+    """Returns the shared options that an algorithm takes.
+
+    Args:
+        rest: the algorithm's parameter `**shared`, annotated with the options, else
+            with `SharedOptions`; None if it has none.
+    """
+    if rest is None:
+        return ()
+    options = get_args(rest.annotation) or (SharedOptions,)
+    return tuple(options[0].__annotations__)
+
+
 def only_shared[Options: (SharedOptions, RewardOptions)](
-    given: Options, kind: type = SharedOptions
+    algorithm: Callable[..., Algorithm], given: Options
 ) -> Options:
     """Returns the shared options of a call, and refuses other keyword arguments.
 
     Without this check `compose` would take its own, such as `anchor`, from a caller of
     a named algorithm, and make another algorithm under that name.
+
+    Args:
+        algorithm: the function that was called; its own arguments are named too.
+        given: the keyword arguments that are not its own.
 
     Raises:
         TypeError: a keyword argument is no shared option.
@@ -99,14 +141,17 @@ def only_shared[Options: (SharedOptions, RewardOptions)](
     >>> from jaxrl_post.algorithms import grpo
     >>> grpo(kl_coef=0.1)
     Traceback (most recent call last):
-    TypeError: 'kl_coef' is no option of this algorithm; besides its own it has
-    kl_coefficient, kl_estimator, kl_weights, correction, entropy_coefficient
+    TypeError: 'kl_coef' is no option of grpo; it has clip_low, clip_high, dual_clip,
+    ddof, epsilon, kl_coefficient, kl_estimator, kl_weights, correction,
+    entropy_coefficient
     """
-    known = kind.__annotations__
+    *own, rest = inspect.signature(algorithm).parameters.values()
+    shared = shared_names(rest)
     for name in given:
-        if name not in known:
+        if name not in shared:
+            known = [*(each.name for each in own), *shared]
             raise TypeError(
-                f"{name!r} is no option of this algorithm; besides its own it has "
+                f"{name!r} is no option of {algorithm.__name__}; it has "
                 f"{', '.join(known)}"
             )
     return given
@@ -178,7 +223,7 @@ def compose(
     >>> algorithm.needs_reference
     True
     """
-    only_shared(shared)
+    only_shared(compose, shared)
     kl_coefficient = shared.get("kl_coefficient", 0.0)
     kl_estimator = shared.get("kl_estimator", kl.k3)
     kl_weights = shared.get("kl_weights")
@@ -189,6 +234,10 @@ def compose(
     if kl_weights is None and not accept_k1_loss:
         _refuse_k1(kl_estimator)
     _check_anchor(anchor, correction)
+    parts = (policy_loss, reduction, kl_estimator, kl_weights, correction, token_choice)
+    for part, (name, arguments) in zip(parts, _TAKES.items(), strict=True):
+        if part is not None:
+            check_takes(part, arguments, name)
 
     @checked
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
@@ -200,10 +249,14 @@ def compose(
         behavior, ids = batch.behavior_logprobs, batch.ends
         old = behavior if anchor == "behavior" else proximal
         term = policy_loss(policy_logprobs, old, batch.advantages, mask, ids)
+        _require(term, PolicyTerm, "policy_loss")
+        _require_per_token(term.loss, mask, "policy_loss: loss")
+        _require_per_token(term.ratio, mask, "policy_loss: ratio")
         per_token, metrics = term.loss, _policy_metrics(term, current, proximal, mask)
         if token_choice is not None:
             spread = _require_entropy(predictions, "a token_choice")
             chosen = token_choice(jax.lax.stop_gradient(spread), mask)
+            _require_per_token(chosen, mask, "token_choice")
             per_token = jnp.where(chosen, per_token, 0.0)
         fresh = mask if batch.stale is None else mask & ~batch.stale
         metrics |= _mismatch_metrics(current, proximal, behavior, fresh)
@@ -213,6 +266,8 @@ def compose(
             )
         if correction is not None:
             corrected = correction(proximal, behavior, mask, ids)
+            _require(corrected, Corrected, "correction")
+            _require_per_token(corrected.weights, mask, "correction: weights")
             per_token = jax.lax.stop_gradient(corrected.weights) * per_token
             metrics |= corrected.metrics
         if batch.reference_logprobs is not None:
@@ -222,19 +277,47 @@ def compose(
         if kl_coefficient > 0:
             reference = _require_reference(batch, kl_coefficient)
             penalty = kl_estimator(policy_logprobs, reference, mask)
+            _require_per_token(penalty, mask, "kl_estimator")
             if kl_weights is not None:
                 policies = (policy_logprobs, proximal, behavior)
                 penalty = kl_weights(penalty, *policies, mask, ids)
+                _require_per_token(penalty, mask, "kl_weights")
             per_token = per_token + kl_coefficient * penalty
         if entropy_coefficient:
             bonus = _entropy_bonus(predictions, mask, entropy_coefficient)
             per_token = per_token + bonus
         loss = reduction(per_token, mask, ids)
+        _require(loss, Metric, "reduction")
         return Objective(loss, jax.tree.map(jax.lax.stop_gradient, metrics))
 
     algorithm = Algorithm(advantages, objective, kl_coefficient > 0, reads=reads)
     raise_early(algorithm)
     return algorithm
+
+
+def _require(found: object, kind: type, name: str) -> None:
+    """Refuses what a part of another kind would return."""
+    if not isinstance(found, kind):
+        raise TypeError(
+            f"{name} must return a {kind.__name__}, got {_kind_of(found)}; "
+            f"{_MAKERS[kind]} makes one"
+        )
+
+
+def _require_per_token(values: object, mask: Bool[Array, "..."], name: str) -> None:
+    """Refuses what would be an error, or another loss, where the parts are added."""
+    shape = getattr(values, "shape", None)
+    if shape != mask.shape:
+        raise ValueError(
+            f"{name} must be one value per token, [rows, length], here "
+            f"{list(mask.shape)}; got "
+            f"{_kind_of(values) if shape is None else list(shape)}"
+        )
+
+
+def _kind_of(found: object) -> str:
+    """The type of what a part returned; the types of JAX's tracers are many."""
+    return "an array" if isinstance(found, jax.Array) else type(found).__name__
 
 
 def _policy_metrics(

@@ -6,8 +6,9 @@ with two samples, one of them invalid, then two sequences with prompts and paddi
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from jaxrl_post.algorithms.objective import Algorithm, Objective, Predictions
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.metrics import Metric
+from jaxrl_post.specs import check_takes, fits, raised
 from jaxrl_post.types import TokenBatch
 
 __all__ = ["broken", "broken_preference"]
@@ -51,6 +53,13 @@ def broken(algorithm: Any) -> str | None:
             "must return an Algorithm, such as jaxrl_post.algorithms.compose makes; "
             f"got {type(algorithm).__name__}"
         )
+    for name, wanted in get_type_hints(Algorithm).items():
+        value = getattr(algorithm, name)
+        if not fits(value, wanted):
+            kind = inspect.formatannotation(wanted)
+            if not fits(object(), wanted):  # what is no function
+                kind = "a function or None" if fits(None, wanted) else "a function"
+            return f"{name} must be {kind}; got {value!r:.80}"
     return _of_advantages(algorithm) or _of_objectives(algorithm)
 
 
@@ -106,20 +115,18 @@ def _pair(
 
 
 def _of_advantages(algorithm: Algorithm) -> str | None:
-    more: dict[str, tuple[Any, ...]] = {
-        "rewards": (REWARDS,),
-        "components": (REWARDS[..., None],),
-        "lengths": (REWARDS,),
-        "greedy": (REWARDS,),
-    }
-    if algorithm.reads not in more:
-        return f"reads must be one of {', '.join(more)}; got {algorithm.reads!r}"
-    read = [*more[algorithm.reads], VALID]
+    read = {"rewards": REWARDS, "valid": VALID}
+    if algorithm.reads == "components":
+        read["rewards"] = REWARDS[..., None]
     if algorithm.reads == "lengths":
-        read.append(np.array([[3, 5], [4, 1]], np.int32))
+        read["lengths"] = np.array([[3, 5], [4, 1]], np.int32)
     if algorithm.reads == "greedy":
-        read.append(np.array([0.5, 0.0], np.float32))
-    values = jax.jit(algorithm.advantages)(*map(jnp.asarray, read))
+        read["greedy_rewards"] = np.array([0.5, 0.0], np.float32)
+    try:
+        check_takes(algorithm.advantages, tuple(read), "advantages")
+    except ValueError as error:
+        return str(error)
+    values = jax.jit(algorithm.advantages)(*map(jnp.asarray, read.values()))
     if problem := _shaped(values, (2, 2), "advantages", "groups, samples"):
         return problem
     found = np.asarray(values)
@@ -142,14 +149,20 @@ def _of_objectives(algorithm: Algorithm) -> str | None:
         field = "values_after" if name == "value_objective" else "logprobs"
         if algorithm.divergence is not None:
             field = "divergence"
-        for one_update in (True, False):
-            problem = _of_objective(
-                function,
-                name,
-                field,
-                functools.partial(_given, algorithm, one_update=one_update),
-                algorithm.needs_reference,
-            )
+        for one_update in (False, True):
+            given = functools.partial(_given, algorithm, one_update=one_update)
+            try:
+                problem = _of_objective(
+                    function, name, field, given, algorithm.needs_reference
+                )
+            except Exception as error:
+                if not one_update:
+                    raise
+                return (
+                    f"{name} reads batch.proximal_logprobs, which are None where a "
+                    "batch serves one update; take jax.lax.stop_gradient("
+                    f"predictions.logprobs) there. It raises {raised(error)}"
+                )
             if problem is not None:
                 return problem
     return None
@@ -240,6 +253,13 @@ def _require(found: Any, name: str) -> None:
             f"{name} must return an Objective whose loss is a Metric, got "
             f"{type(getattr(found, 'loss', found)).__name__}"
         )
+    if not isinstance(found.metrics, dict) or not all(
+        isinstance(key, str) for key in found.metrics
+    ):
+        raise _BrokenError(
+            f"{name}: metrics must be a dict of Metrics by name, got "
+            f"{found.metrics!r:.80}"
+        )
     for key, metric in {"loss": found.loss, **found.metrics}.items():
         shapes = [jnp.shape(part) for part in jax.tree.leaves(metric)]
         if not isinstance(metric, Metric) or any(shapes):
@@ -264,15 +284,23 @@ def _compared(results: list[Any], name: str, field: str) -> str | None:
             return f"{name}: the metric {key} is {float(metric.mean())}"
     gradient, gradient_of_nan = np.asarray(gradient), np.asarray(gradient_of_nan)
     if not np.isfinite(gradient).all():
-        return f"{name}: the gradient of the loss is not finite"
+        return (
+            f"{name}: the gradient of the loss is not finite, got {gradient.tolist()}; "
+            "jnp.where passes on the NaN of the side that it does not take, so make "
+            "its arguments finite first"
+        )
     same = np.array_equal(gradient, gradient_of_nan)
     reached = field != "values_after" and gradient[~np.asarray(mask)].any()
     if float(value) != float(value_of_nan) or not same or reached:
+        told = "a gradient reaches them"
+        if float(value) != float(value_of_nan):
+            told = f"NaN there changes the loss from {value} to {value_of_nan}"
+        elif not same:
+            told = "NaN there changes the gradient of the loss"
         return (
-            f"{name} must not look at tokens where the loss mask is False: NaN there "
-            f"changes the loss from {float(value)} to {float(value_of_nan)}, or its "
-            "gradient; put values through jnp.where(mask, values, 0) before they are "
-            "computed with (jaxrl_post.losses does)"
+            f"{name} must not look at tokens where the loss mask is False: {told}; put "
+            "values through jnp.where(mask, values, 0) before they are computed with "
+            "(jaxrl_post.losses does)"
         )
     if not gradient.any():
         return (
@@ -285,13 +313,12 @@ def _compared(results: list[Any], name: str, field: str) -> str | None:
 def _shaped(
     values: Any, shape: tuple[int, ...], name: str, axes: str = "rows, length"
 ) -> str | None:
-    found = getattr(values, "shape", None), getattr(values, "dtype", type(values))
-    if found == (shape, jnp.float32):
-        return None
-    return (
-        f"{name} must be float32 [{axes}], here {list(shape)}; got {found[1]} "
-        f"{None if found[0] is None else list(found[0])}"
-    )
+    found = type(values).__name__
+    if isinstance(values, jax.Array):
+        if (values.shape, values.dtype) == (shape, jnp.float32):
+            return None
+        found = f"{values.dtype} {list(values.shape)}"
+    return f"{name} must be float32 [{axes}], here {list(shape)}; got {found}"
 
 
 def _predictions(algorithm: Algorithm, uncounted: float) -> Predictions:

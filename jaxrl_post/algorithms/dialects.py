@@ -189,7 +189,7 @@ def grpo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduction,
-        **(framework.shared | only_shared(shared)),
+        **(framework.shared | only_shared(grpo, shared)),
     )
 
 
@@ -266,7 +266,7 @@ def cispo(
             ratio_high=high if ratio_high is None else ratio_high,
         ),
         reduction=reduce.token_mean,
-        **(framework.shared | only_shared(shared)),
+        **(framework.shared | only_shared(cispo, shared)),
     )
 
 
@@ -322,7 +322,7 @@ def trl_grpo(
         policy_loss=policy_loss,
         reduction=reduction,
         token_choice=choice if quantile else None,
-        **(TRL.shared | own | only_shared(shared)),
+        **(TRL.shared | own | only_shared(trl_grpo, shared)),
     )
 
 

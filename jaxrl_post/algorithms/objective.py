@@ -117,6 +117,8 @@ class Algorithm(NamedTuple):
             read, or something else.
         positive_rewards: whether `advantages` divide by a prompt's mean reward, which
             must not be 0 or below.
+        has_teacher: whether the reference is a teacher, without whom nothing is
+            learned; rewards are then only metrics.
     """
 
     advantages: Callable[..., Float[Array, "groups samples"]]
@@ -131,6 +133,7 @@ class Algorithm(NamedTuple):
     compares_samples: bool = True
     turn_credit: Literal["advantages", "rewards", "averages", "outcome"] = "advantages"
     positive_rewards: bool = False
+    has_teacher: bool = False
 
 
 class PolicyTerm(NamedTuple):

@@ -110,7 +110,14 @@ def compose_pairs(
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         chosen, rejected = _answers(predictions, batch, needs_reference)
         valid = valid_pairs(batch)
-        value = masked(loss(chosen, rejected, valid), valid)
+        each = loss(chosen, rejected, valid)
+        if getattr(each, "shape", None) != valid.shape:
+            raise ValueError(
+                "loss must return one value per pair, [rows, pairs], here "
+                f"{list(valid.shape)}; got "
+                f"{list(getattr(each, 'shape', ())) or type(each).__name__}"
+            )
+        value = masked(each, valid)
         shown = [side.means() if of_means else side for side in (chosen, rejected)]
         better, worse = (scale * (side.policy - side.reference) for side in shown)
         metrics = pair_metrics(better, worse, valid) | {

@@ -49,7 +49,7 @@ def grpo(
             clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        **only_shared(shared),
+        **only_shared(grpo, shared),
     )
 
 
@@ -79,7 +79,7 @@ def dr_grpo(
         advantages=advantages.group_centered,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=partial(reduce.constant_denominator, denominator=denominator),
-        **only_shared(shared),
+        **only_shared(dr_grpo, shared),
     )
 
 
@@ -106,7 +106,7 @@ def dapo(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        **only_shared(shared),
+        **only_shared(dapo, shared),
     )
 
 
@@ -137,7 +137,7 @@ def gspo(
             clip_low=clip_low, clip_high=clip_high
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        **only_shared(shared),
+        **only_shared(gspo, shared),
     )
 
 
@@ -171,7 +171,7 @@ def cispo(
             ratio_low=ratio_low, ratio_high=ratio_high
         ),
         reduction=reduce.token_mean,
-        **only_shared(shared),
+        **only_shared(cispo, shared),
     )
 
 
@@ -193,5 +193,5 @@ def rloo(**shared: Unpack[SharedOptions]) -> Algorithm:
         advantages=advantages.leave_one_out,
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
-        **only_shared(shared),
+        **only_shared(rloo, shared),
     )._replace(has_ratio=False)

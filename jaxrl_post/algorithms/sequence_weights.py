@@ -62,7 +62,7 @@ def vespo(
         ),
         reduction=reduce.token_mean,
         anchor="behavior",
-        **(SharedOptions(correction=None) | only_shared(shared)),
+        **(SharedOptions(correction=None) | only_shared(vespo, shared)),
     )
 
 
@@ -91,7 +91,7 @@ def luspo(
             clip_low=clip_low, clip_high=clip_high
         ),
         reduction=reduce.sequence_mean_of_token_sum,
-        **only_shared(shared),
+        **only_shared(luspo, shared),
     )
 
 
@@ -116,7 +116,7 @@ def clipped_rloo(
         advantages=advantages.leave_one_out,
         policy_loss=terms.clipped_product_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        **only_shared(shared),
+        **only_shared(clipped_rloo, shared),
     )._replace(turn_credit="averages")
 
 
@@ -148,7 +148,7 @@ def lite_ppo(
         advantages=partial(baselines.batch_scaled, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        **only_shared(shared),
+        **only_shared(lite_ppo, shared),
     )
 
 
@@ -192,7 +192,7 @@ def gdpo(
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
         reads="components",
-        **only_shared(shared),
+        **only_shared(gdpo, shared),
     )
     return composed._replace(
         advantages=partial(estimate, weights=weights), turn_credit="outcome"
@@ -219,7 +219,7 @@ def opo(**shared: Unpack[SharedOptions]) -> Algorithm:
         policy_loss=terms.reinforce(),
         reduction=reduce.token_mean,
         reads="lengths",
-        **only_shared(shared),
+        **only_shared(opo, shared),
     )._replace(has_ratio=False, turn_credit="outcome")
 
 
@@ -243,7 +243,7 @@ def remax(**shared: Unpack[SharedOptions]) -> Algorithm:
         policy_loss=terms.reinforce(),
         reduction=reduce.sequence_mean_of_token_sum,
         reads="greedy",
-        **only_shared(shared),
+        **only_shared(remax, shared),
     )._replace(has_ratio=False, compares_samples=False, turn_credit="outcome")
 
 

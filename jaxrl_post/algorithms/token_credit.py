@@ -90,7 +90,7 @@ def ppo(
     >>> ppo().value_objective is not None
     True
     """
-    only_shared(shared, RewardOptions)
+    only_shared(ppo, shared)
     kl_coefficient = shared.get("kl_coefficient", 0.0)
     kl_estimator = shared.get("kl_estimator", kl.k1)
 
@@ -261,7 +261,9 @@ def distillation(
         reduction=reduce.token_mean,
         correction=correction,
     )
-    composed = composed._replace(compares_samples=False, turn_credit="outcome")
+    composed = composed._replace(
+        compares_samples=False, turn_credit="outcome", has_teacher=True
+    )
     return _credited(composed, credit, kl_coefficient=1.0)
 
 

@@ -47,7 +47,7 @@ def gmpo(
         advantages=partial(advantages.group_normalized, ddof=ddof, epsilon=epsilon),
         policy_loss=terms.geometric_mean_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.sequence_mean_of_token_mean,
-        **only_shared(shared),
+        **only_shared(gmpo, shared),
     )._replace(turn_credit="averages")
 
 
@@ -81,7 +81,7 @@ def sapo(
             tau_positive=tau_positive, tau_negative=tau_negative
         ),
         reduction=reduce.sequence_mean_of_token_mean,
-        **only_shared(shared),
+        **only_shared(sapo, shared),
     )
 
 
@@ -122,7 +122,7 @@ def dppo(
         ),
         reduction=reduce.token_mean,
         anchor="behavior",
-        **(SharedOptions(correction=None) | only_shared(shared)),
+        **(SharedOptions(correction=None) | only_shared(dppo, shared)),
     )
 
 
@@ -151,5 +151,5 @@ def max_rl(
         advantages=baselines.max_rl,
         policy_loss=terms.clipped_token_ratio(clip_low=clip_low, clip_high=clip_high),
         reduction=reduce.token_mean,
-        **only_shared(shared),
+        **only_shared(max_rl, shared),
     )._replace(positive_rewards=True)

@@ -65,6 +65,7 @@ def distribution_distillation(
         divergence=divergence,
         compares_samples=False,
         turn_credit="outcome",
+        has_teacher=True,
     )
     raise_early(algorithm)
     return algorithm

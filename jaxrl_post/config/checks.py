@@ -45,8 +45,6 @@ __all__ = [
     "reward_weights",
 ]
 
-NO_TEACHER = DistillConfig()
-
 # The bounds that each kind of correction has.
 CORRECTION_BOUNDS = {
     "none": (),
@@ -61,10 +59,6 @@ CORRECTION_BOUNDS = {
 SERVES = {"beta": "jsd", "top_k": "top_k", "tail": "top_k"}
 # Options of launch.reward that belong to one --kind alone.
 OF_KIND = {"outcome": ("centering", "margin"), "process": ("separator",)}
-# Rollout options that do not apply to evaluations, which are greedy.
-SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
-)  # fmt: skip
 
 
 def check_options(config: RunConfig) -> None:
@@ -272,10 +266,6 @@ def _check_idle(config: RLConfig) -> None:
 
 def _check_exact(config: RLConfig) -> None:
     """Refuses options that make sampler and trainer compute differently."""
-    if config.algorithm.name == "distillation":
-        raise ConfigError(
-            "--exact: distillation has no ratio of trainer and sampler; drop the option"
-        )
     if config.rollout.dtype not in (None, config.dtype):
         raise ConfigError(
             "--rollout.dtype: with --exact the sampler computes as the trainer does; "
@@ -323,19 +313,6 @@ def _check_rollout(config: RLConfig) -> None:
             "reward, and a single sample differs from none; drop the option, or raise "
             "--rollout.samples-per-prompt"
         )
-    if config.algorithm.name != "distillation":
-        return
-    unused = ("overlong_buffer",)
-    why = "rewards teach a student nothing"
-    if config.distill.data == "demonstrations":
-        unused, why = SAMPLING, "nothing is sampled but in evaluations, greedily"
-    defaults = RolloutConfig()
-    for option in unused:
-        if getattr(rollout, option) != getattr(defaults, option):
-            raise ConfigError(
-                f"--rollout.{option.replace('_', '-')}: with --distill.data "
-                f"{config.distill.data} {why}; drop the option"
-            )
 
 
 def _check_turns(config: RLConfig) -> None:
@@ -421,17 +398,6 @@ def _check_critic(critic: CriticConfig) -> None:
 
 def _check_distillation(config: AlgorithmConfig, distill: DistillConfig) -> None:
     """Refuses options of distillation that have no effect or contradict others."""
-    if config.name != "distillation":
-        if distill != NO_TEACHER:
-            raise ConfigError(
-                f"--distill.*: {config.name} has no teacher; drop the options, or use "
-                "--algorithm.name distillation"
-            )
-        return
-    if config.reference is None:
-        raise ConfigError(
-            "--algorithm.reference: distillation needs the directory of a teacher"
-        )
     for name, divergence in SERVES.items():
         if getattr(distill, name) is not None and distill.divergence != divergence:
             raise ConfigError(

@@ -35,7 +35,7 @@ from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
 from jaxrl_post.envs.tasks.sql import Text2SQL
 from jaxrl_post.envs.tasks.world import World
 from jaxrl_post.jsonl import json_file
-from jaxrl_post.specs import call, imported, parse_query
+from jaxrl_post.specs import call, check_plain, check_takes, imported, parse_query
 
 __all__ = ["make"]
 
@@ -62,6 +62,14 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "text2sql": Text2SQL,
     "verifiers": Verifiers,
     "world": World,
+}
+# What the methods of an environment are called with.
+_METHODS = {
+    "tasks": ("split",),
+    "demonstration": ("task",),
+    "step": ("task", "conversation"),
+    "open": ("task",),
+    "run": ("task", "base_url"),
 }
 _REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
 
@@ -106,7 +114,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
 
     Raises:
         ValueError: if the environment or an option does not exist, an option is missing
-            or given twice, or the factory returns no environment.
+            given twice, or of another type than its parameter, or the factory raises or
+            returns no environment.
 
     >>> make("arithmetic?level=3&seed=7").name
     'arithmetic(+-,2x2)'
@@ -181,9 +190,21 @@ def _make_mixture(
 
 def _made(environment: Any, spec: str) -> Environment:
     kinds = StatelessEnvironment | StatefulEnvironment | AgentEnvironment
-    if not isinstance(environment, kinds):
+    if isinstance(environment, type) or not isinstance(environment, kinds):
+        found = type(environment).__name__
+        if isinstance(environment, type):
+            found = f"the class {environment.__name__} itself; call it"
         raise ValueError(
             f"{spec!r} must return an environment (name, tasks, demonstration, and "
-            f"step, open or run), got {type(environment).__name__}"
+            f"step, open or run), got {found}"
+        )
+    for method, takes in _METHODS.items():
+        function = getattr(environment, method, None)
+        check_plain(function, f"{spec!r}: {method}")
+        check_takes(function, takes, f"{spec!r}: {method}")
+    if not isinstance(environment.name, str):
+        raise ValueError(
+            f"{spec!r}: name must be a text, a field or a property; got "
+            f"{type(environment.name).__name__}"
         )
     return environment

@@ -1,6 +1,5 @@
 """Makes the preference loss of a configuration, and reads its data files."""
 
-import inspect
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from jaxrl_post.examples.packed import Judgements, Pairs, Solutions
 from jaxrl_post.jsonl import Report
 from jaxrl_post.records.own import loaded, made
 from jaxrl_post.records.sinks import warnings_shown
+from jaxrl_post.specs import named_parameters
 
 __all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
 
@@ -42,15 +42,15 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
 
     Raises:
         ConfigError: there is no such function, it raises, or what it returns breaks the
-            contract (`algorithms.contract`); the loss does not have an option.
-        ValueError: a hyperparameter is out of its range.
+            contract (`algorithms.contract`); the loss does not have an option, or it
+            is out of its range.
     """
     name = config.name.partition("?")[0]
     if name in PREFERENCES:
         build = next(getattr(each, name) for each in _MODULES if name in each.__all__)
     else:
         build = loaded(name, OPTION, "preference loss", PREFERENCES)
-    accepted = inspect.signature(build).parameters.keys()
+    accepted = {each.name for each in named_parameters(build, name)[0]}
     options = {
         "beta": config.beta,
         "label_smoothing": config.label_smoothing,
@@ -61,11 +61,17 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         "desirable_weight": config.desirable_weight,
         "undesirable_weight": config.undesirable_weight,
     }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {
+        parameter: (
+            f"--loss.{parameter.removeprefix('target_').replace('_', '-')}",
+            value,
+        )
+        for parameter, value in options.items()
+        if value is not None
+    }
     for parameter in given.keys() - accepted:
-        option = parameter.removeprefix("target_").replace("_", "-")
         raise ConfigError(
-            f"--loss.{option}: {name} has no such hyperparameter; drop the option"
+            f"{given[parameter][0]}: {name} has no such hyperparameter; drop the option"
         )
     found = made(
         config.name,

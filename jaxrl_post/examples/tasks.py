@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jaxrl_post.config.data import OnOverlap, OnUnwritten
 from jaxrl_post.config.errors import ConfigError
@@ -17,6 +18,7 @@ from jaxrl_post.data.tools import no_tools
 from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.rendered import Rendered
+from jaxrl_post.specs import raised
 
 __all__ = [
     "SPLITS",
@@ -79,7 +81,13 @@ class TaskSets:
 
     def demonstration(self, task: Task) -> str | Message | None:
         """The environment's demonstration of a task."""
-        return self.environment.demonstration(task)
+        found = _from(self.environment, "demonstration", task)
+        if not isinstance(found, str | Message | None):
+            raise ConfigError(
+                f"--env: {self.name}: demonstration must return a text, a Message or "
+                f"None, got {found!r:.80}"
+            )
+        return found
 
     def only(self, split: Split, kept: Sequence[int]) -> "TaskSets":
         """A copy with only some tasks of a split.
@@ -375,7 +383,14 @@ def _prompt[Found](
 
 
 def _listed(environment: Environment, split: Split) -> Sequence[Task]:
-    tasks = environment.tasks(split)
+    tasks = _from(environment, "tasks", split)
+    if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
+        raise ConfigError(
+            f"--env: {environment.name}: tasks({split!r}) must return a sequence of "
+            f"Tasks, such as a list, got {type(tasks).__name__}"
+        )
+    for number, task in enumerate(tasks if isinstance(tasks, list | tuple) else ()):
+        _check_task(task, f"{environment.name}: {split} task {number}")
     if isinstance(tasks, list | tuple):
         return tasks
     if len(tasks) > MOST_TASKS:
@@ -385,6 +400,41 @@ def _listed(environment: Environment, split: Split) -> Sequence[Task]:
             f"'?{split}_size={MOST_TASKS}'"
         )
     return tuple(tasks) if len(tasks) <= KEPT_TASKS else tasks
+
+
+def _from(environment: Environment, method: str, argument: Any) -> Any:
+    """Calls a method of an environment; names it if one from outside raises.
+
+    Raises:
+        ConfigError: an environment that is not of the package raises.
+    """
+    try:
+        return getattr(environment, method)(argument)
+    except Exception as error:
+        if type(environment).__module__.startswith("jaxrl_post."):
+            raise
+        raise ConfigError(
+            f"--env: {environment.name}: {method}: {raised(error)}"
+        ) from error
+
+
+def _check_task(task: object, where: str) -> None:
+    """Refuses what is no task; one would fail where its prompt is read, far from here.
+
+    Raises:
+        ConfigError: it, or a message of it, is of another type.
+    """
+    if not isinstance(task, Task):
+        raise ConfigError(f"--env: {where} must be a Task, got {task!r:.80}")
+    texts = isinstance(task.messages, tuple | list) and all(
+        isinstance(each, Message) and isinstance(each.content, str)
+        for each in task.messages
+    )
+    if not texts:
+        raise ConfigError(
+            f"--env: {where}: messages must be a tuple of Messages of text, got "
+            f"{task.messages!r:.80}"
+        )
 
 
 def _digest(task: Task) -> bytes:

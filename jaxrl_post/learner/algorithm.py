@@ -1,9 +1,8 @@
 """Builds the algorithm and the correction that a configuration names."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from jaxrl_post import algorithms
 from jaxrl_post.algorithms import (
@@ -13,6 +12,7 @@ from jaxrl_post.algorithms import (
     corrections,
     kl_weights,
 )
+from jaxrl_post.algorithms.composition import shared_names
 from jaxrl_post.algorithms.corrections import Correction
 from jaxrl_post.algorithms.objective import Divergence
 from jaxrl_post.algorithms.whole_distributions import (
@@ -35,6 +35,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.losses import kl
 from jaxrl_post.records.own import loaded, made
+from jaxrl_post.specs import named_parameters
 
 __all__ = ["make_algorithm", "make_correction"]
 
@@ -67,31 +68,20 @@ def make_algorithm(
     Raises:
         ConfigError: there is no such function, it raises, or it returns something
             else; what it returns breaks the contract (`algorithms.contract`); an option
-            is unused by the algorithm, or a required one is missing.
-        ValueError: a hyperparameter is out of its range.
+            is unused by the algorithm, out of its range, or missing.
     """
     check_algorithm(config, critic, distill)
-    if config.name == "distillation" and distill.divergence != "sampled":
-        return distribution_distillation(divergence=_divergence(distill))
+    found = _built(config, max_tokens, critic, distill)
     name = config.name.partition("?")[0]
-    if name in ALGORITHMS:
-        build = getattr(algorithms, name)
-    else:
-        build = loaded(name, OPTION, "algorithm", ALGORITHMS)
-    options = dict(_options(build, name, config, critic))
-    if _requires(build, "denominator"):
-        options["denominator"] = float(max_tokens)
-    try:
-        found = made(
-            config.name,
-            build,
-            options,
-            option=OPTION,
-            kind="algorithm",
-            broken=contract.broken,
+    if found.has_teacher and config.reference is None:
+        raise ConfigError(
+            f"--algorithm.reference: {name} needs the directory of a teacher"
         )
-    except TypeError as error:  # an option that is none of the shared ones
-        raise ConfigError(f"{OPTION}: {error}") from error
+    if distill != NO_TEACHER and not found.has_teacher:
+        raise ConfigError(
+            f"--distill.*: {name} has no teacher; drop the options, or use "
+            "--algorithm.name distillation"
+        )
     if critic != NO_CRITIC and found.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
     reads = found.needs_reference or found.divergence is not None
@@ -105,23 +95,46 @@ def make_algorithm(
     return found
 
 
+def _built(
+    config: AlgorithmConfig,
+    max_tokens: int,
+    critic: CriticConfig,
+    distill: DistillConfig,
+) -> Algorithm:
+    """The algorithm itself, before options are compared with what it says it is."""
+    if config.name == "distillation" and distill.divergence != "sampled":
+        return distribution_distillation(divergence=_divergence(distill))
+    name = config.name.partition("?")[0]
+    if name in ALGORITHMS:
+        build = getattr(algorithms, name)
+    else:
+        build = loaded(name, OPTION, "algorithm", ALGORITHMS)
+    options = dict(_options(build, name, config, critic, max_tokens))
+    return made(
+        config.name,
+        build,
+        options,
+        option=OPTION,
+        kind="algorithm",
+        broken=contract.broken,
+        shared=SharedOptions,
+    )
+
+
 def _options(
     build: Callable[..., Algorithm],
     name: str,
     config: AlgorithmConfig,
     critic: CriticConfig,
-) -> Iterator[tuple[str, Any]]:
-    """The options that are given, as arguments of the algorithm's function.
+    max_tokens: int,
+) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Arguments of the algorithm's function, each with the option that gives it.
 
     Raises:
         ConfigError: it has no such parameter.
     """
-    parameters = inspect.signature(build).parameters
-    taken = set(parameters)
-    for each in parameters.values():
-        if each.kind is each.VAR_KEYWORD:
-            shared = get_args(each.annotation) or (SharedOptions,)
-            taken |= shared[0].__annotations__.keys()
+    named, rest = named_parameters(build, f"algorithm {name!r}")
+    taken = {*(each.name for each in named), *shared_names(rest)}
     weight = config.kl_weights
     given: dict[str, tuple[tuple[str, ...], Any]] = {
         "clip-low": (("clip_low", "ratio_low"), config.clip_low),
@@ -149,27 +162,29 @@ def _options(
             raise ConfigError(
                 f"--algorithm.{option}: {name} does not read it; drop the option"
             )
-        yield parameter, value
+        yield parameter, (f"--algorithm.{option}", value)
     if config.correction != CorrectionConfig():
         if "correction" not in taken:
             raise ConfigError(
                 f"--algorithm.correction.*: {name} does not read it; drop the options"
             )
-        yield "correction", make_correction(config.correction)
+        correction = make_correction(config.correction)
+        yield "correction", ("--algorithm.correction.*", correction)
     of_critic = {
-        "gamma": critic.gamma,
-        "lambda_": critic.gae_lambda,
-        "value_lambda": critic.value_lambda,
-        "value_clip": critic.clip or None,
-        "bootstrap_truncated": critic.bootstrap_truncated,
+        "gamma": ("--critic.gamma", critic.gamma),
+        "lambda_": ("--critic.gae-lambda", critic.gae_lambda),
+        "value_lambda": ("--critic.value-lambda", critic.value_lambda),
+        "value_clip": ("--critic.clip", critic.clip or None),
+        "bootstrap_truncated": (
+            "--critic.bootstrap-truncated",
+            critic.bootstrap_truncated,
+        ),
     }
     if critic != NO_CRITIC:
         yield from ((each, of_critic[each]) for each in of_critic if each in taken)
-
-
-def _requires(build: Callable[..., Algorithm], name: str) -> bool:
-    found = inspect.signature(build).parameters.get(name)
-    return found is not None and found.default is found.empty
+    required = [each.name for each in named if each.default is each.empty]
+    if "denominator" in required:
+        yield "denominator", ("--rollout.max-tokens", float(max_tokens))
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:

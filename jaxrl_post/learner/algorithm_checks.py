@@ -4,8 +4,14 @@ from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 
 __all__ = ["check_run"]
+
+# Rollout options that do not apply to evaluations, which are greedy.
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "dynamic_sampling", "overlong_buffer",
+)  # fmt: skip
 
 
 def check_run(config: RLConfig, algorithm: Algorithm) -> None:
@@ -44,7 +50,28 @@ def check_run(config: RLConfig, algorithm: Algorithm) -> None:
         )
     if algorithm.reads == "components":
         _check_parts(config)
+    if algorithm.has_teacher:
+        _check_teacher(config)
     _check_turns(config, algorithm)
+
+
+def _check_teacher(config: RLConfig) -> None:
+    """Refuses options that change nothing of what a student learns."""
+    if config.exact:
+        raise ConfigError(
+            f"--exact: {config.algorithm.name} has no ratio of trainer and sampler; "
+            "drop the option"
+        )
+    unused, why = ("overlong_buffer",), "rewards teach a student nothing"
+    if config.distill.data == "demonstrations":
+        unused, why = SAMPLING, "nothing is sampled but in evaluations, greedily"
+    defaults = RolloutConfig()
+    for option in unused:
+        if getattr(config.rollout, option) != getattr(defaults, option):
+            raise ConfigError(
+                f"--rollout.{option.replace('_', '-')}: with --distill.data "
+                f"{config.distill.data} {why}; drop the option"
+            )
 
 
 def _check_parts(config: RLConfig) -> None:

@@ -44,7 +44,12 @@ CRITIC = Rates(checkpoint=1e-5, adapter=1e-4, preset=1e-3)
 
 
 def begun[Config: RunConfig](
-    config: Config, rates: Rates, *, model: str | None, lora: bool, critic_lora: bool
+    config: Config,
+    rates: Rates,
+    *,
+    model: str | None,
+    lora: bool,
+    critic_lora: bool | None,
 ) -> Config:
     """Sets learning rates and warm start for the kind of model.
 
@@ -53,7 +58,7 @@ def begun[Config: RunConfig](
         rates: learning rates of the program.
         model: directory, ORG/NAME or preset; None for the configuration's own.
         lora: whether the policy gets an adapter.
-        critic_lora: whether a critic does.
+        critic_lora: whether a critic does; None if the program trains no critic.
     """
     preset = not is_checkpoint(config.model if model is None else model)
 
@@ -67,7 +72,7 @@ def begun[Config: RunConfig](
     if preset:
         warm = WarmStartConfig(steps=400, examples_per_step=128)
         config = replace(config, warm_start=warm)
-    if config.algorithm.name == "ppo":
+    if critic_lora is not None:
         optimizer = CriticConfig().optimizer
         rate = CRITIC.of(kind(critic_lora))
         optimizer = replace(optimizer, learning_rate=rate)

@@ -437,7 +437,7 @@ def test_the_anchor_behavior_is_the_sampler_in_the_proximal_place(unpacked):
     "option", ["anchor", "token_choice", "accept_k1_loss", "reads", "kl_coef"]
 )
 def test_a_named_algorithm_takes_no_other_parts(name, option):
-    with pytest.raises(TypeError, match=f"'{option}' is no option of this algorithm"):
+    with pytest.raises(TypeError, match=rf"'{option}' is no option of \w+; it has"):
         MAKERS[name](**{option: True})
 
 

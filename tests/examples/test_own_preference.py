@@ -116,5 +116,12 @@ def test_options_that_it_does_not_have_are_refused(module):
         make("mine?beta=1", beta=1.0)
     with pytest.raises(ConfigError, match=r"has no option 'shfit'.*mean 'shift'"):
         make("mine?shfit=1")
+    with pytest.raises(ConfigError, match=r"^--loss.name.*shift must be of type float"):
+        make("mine?shift=x")
+    with pytest.raises(ConfigError, match=r"^--loss.beta: .*beta must be"):
+        make(beta=-1.0)
+    module.short = lambda: pairs.compose_pairs(lambda c, r, v: c.policy[0], scale=1.0)
+    with pytest.raises(ConfigError, match="loss must return one value per pair"):
+        make("short")
     with pytest.raises(ConfigError, match=r"there is no module 'no' on sys\.path"):
         make_preference(PreferenceLossConfig("no.module:mine"))

@@ -17,7 +17,6 @@ from jaxrl_post.config.algorithm import (
     DistillConfig,
     DivergenceName,
 )
-from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
@@ -251,10 +250,13 @@ def test_options_of_rollouts_that_teach_nothing_are_refused(data, rollout, messa
         distill=DistillConfig("jsd", data),
         rollout=RolloutConfig(**rollout),
     )
+    student = make_algorithm(config.algorithm, 4, distill=config.distill)
+    with pytest.raises(ConfigError, match="--exact: distillation has no ratio"):
+        check_run(replace(config, exact=True, rollout=RolloutConfig()), student)
     with pytest.raises(ConfigError, match=message):
-        check_options(config)
-    check_options(replace(config, rollout=RolloutConfig()))
-    check_options(RLConfig(rollout=config.rollout))
+        check_run(config, student)
+    check_run(replace(config, rollout=RolloutConfig()), student)
+    check_run(RLConfig(rollout=config.rollout), make_algorithm(named("grpo"), 4))
 
 
 @pytest.mark.parametrize("kind", get_args(CorrectionName))

@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxrl_post import algorithms
 from jaxrl_post.algorithms import (
     Algorithm,
+    Corrected,
     SharedOptions,
     compose,
     contract,
@@ -30,7 +31,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.learner.algorithm import make_algorithm
-from jaxrl_post.losses import advantages, reduce
+from jaxrl_post.losses import advantages, kl, reduce
 from jaxrl_post.programs.online import run_rl
 from jaxrl_post.records.path import run_path
 
@@ -154,6 +155,41 @@ def unreferenced(objective, predictions, batch):
     return found._replace(loss=found.loss.replace(sum=found.loss.sum + far))
 
 
+def proximal_read(objective, predictions, batch):
+    found = objective(predictions, batch)
+    far = jnp.where(batch.loss_mask, batch.proximal_logprobs, 0.0).sum()
+    return found._replace(loss=found.loss.replace(sum=found.loss.sum + far))
+
+
+def rooted(objective, predictions, batch):
+    """Finite, with the gradient of the root at 0."""
+    found = objective(predictions, batch)
+    zero = jnp.where(batch.loss_mask, predictions.logprobs * 0.0, 0.0)
+    extra = jnp.sqrt(zero).sum()
+    return found._replace(loss=found.loss.replace(sum=found.loss.sum + extra))
+
+
+def nameless(objective, predictions, batch):
+    return objective(predictions, batch)._replace(metrics=[])
+
+
+def part(**parts):
+    """A composition with a part of somebody's."""
+    usual = {
+        "advantages": advantages.group_normalized,
+        "policy_loss": terms.clipped_token_ratio(clip_low=0.2, clip_high=0.2),
+        "reduction": reduce.token_mean,
+    }
+    return lambda: compose(**(usual | parts))
+
+
+def short_loss(logprobs, proximal, advantages, mask, segment_ids):
+    found = terms.clipped_token_ratio(clip_low=0.2, clip_high=0.2)(
+        logprobs, proximal, advantages, mask, segment_ids
+    )
+    return found._replace(loss=found.loss.sum(axis=-1))
+
+
 @pytest.mark.parametrize(
     ("mine", "told"),
     [
@@ -170,8 +206,11 @@ def unreferenced(objective, predictions, batch):
             r"advantages must be float32 .*; got bool \[2, 2\]",
         ),
         (of(advantages=lambda rewards, valid: rewards), "advantages must be finite"),
-        (of(advantages=lambda rewards: rewards), r"TypeError: .* positional argument"),
-        (of(reads="ranks"), "reads must be one of rewards, .*; got 'ranks'"),
+        (
+            of(advantages=lambda rewards: rewards),
+            r"advantages must take \(rewards, valid\), got a function of \(rewards\)",
+        ),
+        (of(reads="ranks"), r"reads must be Literal\['rewards', .*; got 'ranks'"),
         (
             of(advantages=lambda rewards, valid: rewards if rewards[0, 0] > 0 else 0),
             "TracerBoolConversionError",
@@ -186,6 +225,52 @@ def unreferenced(objective, predictions, batch):
         (objective_of(vector), "objective: mine must be a Metric of two scalars"),
         (objective_of(lambda *_: jnp.zeros(())), "must return an Objective whose loss"),
         (objective_of(unreferenced), "where needs_reference is True; set it"),
+        (objective_of(proximal_read), "are None where a batch serves one update; take"),
+        (objective_of(rooted), "gradient of the loss is not finite, got .*; jnp.where"),
+        (objective_of(nameless), "metrics must be a dict of Metrics by name, got "),
+        (of(objective=None), "objective must be a function; got None"),
+        (of(advantages=3), "advantages must be a function; got 3"),
+        (of(credit=3), "credit must be a function or None; got 3"),
+        (of(needs_reference="yes"), "needs_reference must be bool; got 'yes'"),
+        (of(turn_credit="x"), r"turn_credit must be Literal\[.*; got 'x'"),
+        (of(advantages=lambda rewards, valid: [1.0]), "float32 .*; got list"),
+        (of(advantages=lambda rewards, valid: np.asarray(rewards)), "use jax.numpy in"),
+        (
+            part(policy_loss=lambda *_: None),
+            "policy_loss must return a PolicyTerm, got",
+        ),
+        (
+            part(policy_loss=lambda a, b: a),
+            r"policy_loss must take \(policy_logprobs, .*"
+            r"got a function of \(a, b\)",
+        ),
+        (
+            part(policy_loss=short_loss),
+            r"policy_loss: loss must be one value per token",
+        ),
+        (
+            part(reduction=lambda values, mask, ids: values.mean()),
+            "reduction must return a Metric, got an array; .*reduce",
+        ),
+        (
+            part(kl_coefficient=0.1, kl_estimator=lambda p, r: p),
+            r"kl_estimator must take"
+            r" \(policy_logprobs, reference_logprobs, mask\)",
+        ),
+        (
+            part(kl_coefficient=0.1, kl_estimator=lambda p, r, m: p[0]),
+            "kl_estimator must be one value per token",
+        ),
+        (
+            part(kl_coefficient=0.1, kl_estimator=kl.k1),
+            "kl_estimator must be one whose "
+            r"gradient is that of a KL.*test_own_algorithm.py:\d+",
+        ),
+        (part(correction=lambda p, b, m, i: p), "correction must return a Corrected"),
+        (
+            part(correction=lambda p, b, m, i: Corrected(p[0], {})),
+            "correction: weights",
+        ),
     ],
 )
 def test_what_breaks_the_contract_is_told(module, mine, told):
@@ -228,6 +313,86 @@ def test_options_that_it_does_not_have_are_refused(module, name, options, told):
 def test_names_that_nothing_has_are_refused(name, told):
     with pytest.raises(ValueError, match=told):
         make_algorithm(AlgorithmConfig(name), 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("mine?scale=x", {}, r"--algorithm.name: .*scale must be of type float; got"),
+        (
+            "mine?scael=1",
+            {},
+            r"no option 'scael'; it has scale, clip_low, kl_coeffic.*"
+            "did you mean 'scale'",
+        ),
+        ("mine?kl_estimator=k1", {}, "kl_estimator must be of type KlEstimator; got"),
+        ("mine", {"clip_low": 2.0}, r"^--algorithm.clip-low: .*clip_low must be in"),
+        (
+            "fixed",
+            {"correction": CorrectionConfig("icepop")},
+            r"^--algorithm.correction"
+            r"\.\*: .*multiple values for keyword argument 'correction'",
+        ),
+        ("grpo?clip_lo=1", {}, "'clip_lo'; it has clip_low, .*did you mean 'clip_low'"),
+        ("grpo?clip_low=x", {}, "clip_low must be of type float; got 'x'"),
+        ("grpo?dual_clip=0.5", {}, r"^--algorithm.name grpo\?dual_clip=0.5: dual_clip"),
+        ("grpo?dual_clip", {}, "^--algorithm.name: options in spec .* must be name=v"),
+        ("grpo", {"clip_low": 2.0}, "^--algorithm.clip-low: clip_low must be in"),
+        (
+            "grpo",
+            {"kl_coefficient": 0.1, "kl_estimator": "k1"},
+            "^--algorithm.kl-estimator: kl_estimator must be an estimator with the gradient",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named(module, name, options, told):
+    module.mine = halved
+    module.fixed = lambda **shared: grpo(correction=None, **shared)
+    own = name.partition("?")[0] in vars(module)
+    config = AlgorithmConfig(f"somebodys:{name}" if own else name, **options)
+    with pytest.raises(ConfigError, match=told):
+        make_algorithm(config, 8)
+
+
+def test_what_may_be_named(module):
+    class Maker:
+        def __call__(self, *, clip_low: float = 0.2):
+            return grpo(clip_low=clip_low)
+
+    module.partial = functools.partial(grpo, clip_low=0.1)
+    module.instance = Maker()
+    module.plain = lambda: grpo()
+    for name in ("partial?clip_high=0.3", "instance?clip_low=0.1", "plain"):
+        assert isinstance(make(name), Algorithm)
+
+    async def later():
+        return grpo()
+
+    module.later, module.maker = later, Maker
+    for name, told in (("later", "is an async function"), ("maker", "got Maker")):
+        with pytest.raises(ConfigError, match=f"--algorithm.name.*{told}"):
+            make(name)
+
+
+@pytest.mark.parametrize("field", ["behavior_logprobs", "reference_logprobs"])
+def test_no_gradient_passes_through_the_log_probs_of_others(module, field):
+    """They are data: a loss that reads them has the same gradient."""
+
+    def leaking(objective, predictions, batch):
+        found = objective(predictions, batch)
+        more = jnp.where(batch.loss_mask, getattr(batch, field), 0.0).sum()
+        return found._replace(loss=found.loss.replace(sum=found.loss.sum + more))
+
+    module.mine = lambda: objective_of(leaking)()._replace(needs_reference=True)
+    leaks, plain = make().objective, grpo().objective
+    predictions, batch = contract._given(grpo(), 0.0, True, one_update=False)
+    gradients = [
+        jax.grad(lambda x, f=each: f(predictions._replace(logprobs=x), batch).loss.sum)(
+            predictions.logprobs
+        )
+        for each in (leaks, plain)
+    ]
+    np.testing.assert_array_equal(*gradients)
 
 
 def test_a_function_of_the_package_takes_its_own_options_too():

@@ -194,13 +194,6 @@ def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges, caplog):
             "--rollout.weights: the base of the adapter is quantised already, by "
             "--lora.quantize nf4; got int8",
         ),
-        (
-            {
-                "exact": True,
-                "algorithm": dataclasses.replace(RL.algorithm, name="distillation"),
-            },
-            "--exact: distillation has no ratio",
-        ),
     ],
 )
 def test_options_that_contradict_each_other(changes, message):

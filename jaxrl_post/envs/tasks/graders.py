@@ -28,7 +28,7 @@ from jaxrl_post.envs.tasks.mathematics.reading import equal
 from jaxrl_post.envs.tasks.mathematics.text import cleaned
 from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
-from jaxrl_post.specs import imported
+from jaxrl_post.specs import check_takes, imported
 
 __all__ = ["GRADERS", "Grade", "Grader"]
 
@@ -233,4 +233,6 @@ def _text(answer: Any) -> str:
 @functools.cache
 def _function(name: str) -> Callable[[str, Any], Any]:
     """The function that "module:name" names."""
-    return imported(name, "grader", f"{', '.join(GRADERS)}, <module>:<function>")
+    grade = imported(name, "grader", f"{', '.join(GRADERS)}, <module>:<function>")
+    check_takes(grade, ("response", "answer"), f"grader {name!r}")
+    return grade

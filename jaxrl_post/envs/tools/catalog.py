@@ -74,7 +74,7 @@ def _shell(
 
 
 def _custom(spec: str, found: Any, chosen: dict[str, Any]) -> Toolset:
-    name = spec.partition("?")[0].rpartition(":")[2]
+    name = spec.partition("?")[0]
     if isinstance(found, type) or (callable(found) and chosen):
         found = call(found, chosen, name, kind="tool")
     elif chosen:

@@ -28,9 +28,11 @@ from jaxrl_post.envs.tools.toolset import (
     ERROR_KINDS,
     ErrorKind,
     OpenTools,
+    Tool,
     ToolError,
     Toolset,
 )
+from jaxrl_post.specs import check_plain, check_takes, raised
 
 __all__ = ["ToolEnvironment", "ToolSession"]
 
@@ -78,7 +80,7 @@ class ToolEnvironment:
                 f"tools need an environment that judges an answer by `step`; "
                 f"{self.environment.name} is none"
             )
-        names = [tool.name for each in self.toolsets for tool in each.tools()]
+        names = [tool.name for each in self.toolsets for tool in _offered(each)]
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"tools must have names of their own, got {names}")
         if self.max_calls < 1:
@@ -130,6 +132,26 @@ class ToolEnvironment:
             max_calls=self.max_calls,
             turn_seconds=self.turn_seconds,
         )
+
+
+def _offered(toolset: Toolset) -> Sequence[Tool]:
+    """The tools of a toolset, which may be somebody's.
+
+    Raises:
+        ValueError: `tools` raises or returns something else, or it or `open` is async.
+    """
+    kind = type(toolset).__name__
+    check_plain(toolset.tools, f"{kind}.tools")
+    check_plain(toolset.open, f"{kind}.open")
+    check_takes(toolset.open, ("task",), f"{kind}.open")
+    try:
+        tools = list(toolset.tools())
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{kind}.tools: {raised(error)}") from error
+    for tool in tools:
+        if not isinstance(tool, Tool):
+            raise ValueError(f"{kind}.tools must return Tools, got {tool!r:.80}")
+    return tools
 
 
 class ToolSession:
@@ -303,4 +325,12 @@ class ToolSession:
         except ValueError as error:
             told = f"the arguments must be a JSON object: {error}"
             raise ToolError(told, kind="bad_arguments") from error
-        return self._tools[call.name].call(call.name, arguments)
+        tools = self._tools[call.name]
+        check_plain(tools.call, f"{type(tools).__name__}.call")
+        result = tools.call(call.name, arguments)
+        if not isinstance(result, str):
+            raise TypeError(
+                f"{type(tools).__name__}.call must return a text, got "
+                f"{type(result).__name__}"
+            )
+        return result

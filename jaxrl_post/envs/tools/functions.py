@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_post.envs.env import Task
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
+from jaxrl_post.specs import check_plain
 
 __all__ = ["Functions"]
 
@@ -54,6 +55,13 @@ class Functions:
     def __init__(
         self, *functions: Callable[..., Any], concurrent: bool = False
     ) -> None:
+        for function in functions:
+            name = getattr(function, "__name__", "")
+            if not name.isidentifier():
+                raise ValueError(
+                    f"a tool needs a name, got {function!r:.80}; define it with def"
+                )
+            check_plain(function, f"the function {name}")
         self._functions = {function.__name__: function for function in functions}
         if len(self._functions) < len(functions):
             names = [function.__name__ for function in functions]
@@ -115,6 +123,11 @@ def _validated(function: Callable[..., Any]) -> Any:
             raise ValueError(
                 f"a tool's parameters must have names, got {parameter} of "
                 f"{function.__name__}"
+            )
+        if parameter.annotation is parameter.empty:
+            raise ValueError(
+                f"a tool's parameters must be annotated, for the policy to know their "
+                f"types; got {parameter.name} of {function.__name__}"
             )
     named = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)

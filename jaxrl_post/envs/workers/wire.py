@@ -88,7 +88,9 @@ def encode_step(step: object) -> dict[str, Any]:
     jaxrl_post.envs.real_number.NumberError: reward must be a finite number, got nan
     """
     if not isinstance(step, Step):
-        raise ValueError(f"step must return a Step, got {type(step).__name__}")
+        raise ValueError(
+            f"step, or an agent's run, must return a Step, got {type(step).__name__}"
+        )
     if not isinstance(step.done, bool):
         raise ValueError(f"done must be a bool, got {shown(step.done)}")
     for message in step.messages:
