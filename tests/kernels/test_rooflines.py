@@ -15,7 +15,7 @@ import pytest
 from benchmarks.rooflines import hopper, tables
 from benchmarks.rooflines import tpu as rooflines
 from benchmarks.rooflines.counted import listed_tiles
-from jaxrl_post.kernels.attention import Sight, attention
+from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, Tile, TileList
 from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.kernels.attention.shapes import SHAPES
@@ -63,8 +63,8 @@ def kernels(shape, implementation, call):
         def run(query, key, value):
             return attention(
                 query, key, value,
-                Sight(at, at, at), window=shape.window,
-                softcap=shape.softcap, implementation=implementation, interpret=True,
+                Sight(at, at, at), scoring=Scoring(shape.window, softcap=shape.softcap),
+                implementation=implementation, interpret=True,
             )  # fmt: skip
 
         out, pull = jax.vjp(run, query, key, value)
