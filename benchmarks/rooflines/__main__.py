@@ -1,4 +1,4 @@
-"""Prints the tables of docs/kernels.md: `python -m benchmarks.rooflines`."""
+"""Prints the tables of docs/explanation/kernels.md: `python -m benchmarks.rooflines`."""
 
 from benchmarks.rooflines.tables import main
 

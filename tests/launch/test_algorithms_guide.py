@@ -1,4 +1,4 @@
-"""docs/algorithms.md: its functions keep the contract and train by its commands."""
+"""how-to/algorithms.md: its functions keep the contract, and its commands train."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from jaxrl_post.records.directory import read_rows
 from jaxrl_post.specs import imported
 from launch import dpo, grpo
 
-GUIDE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "algorithms.md"
 
 
 TEXT = GUIDE.read_text(encoding="utf-8")
