@@ -46,7 +46,9 @@ MOST_OF_ERROR = 300
 _TRACEBACK = "Traceback (most recent call last):"
 
 # How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
-FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
+FAILURES = (
+    "raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools", "reply",
+)  # fmt: skip
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31

@@ -1,4 +1,4 @@
-"""how-to/environments.md: its commands have options that exist, and its rows are read."""
+"""how-to/environments.md: its commands have options that exist, its rows are read."""
 
 import json
 import re
