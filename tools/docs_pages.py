@@ -90,23 +90,32 @@ def served_table() -> str:
     return "\n".join(lines)
 
 
+def program_of(name: str) -> Any:
+    """The program `launch.NAME`."""
+    return importlib.import_module(f"launch.{name}").PROGRAM
+
+
 def options_page(name: str) -> str:
     """The options of a program, in the order of its --help."""
-    program = importlib.import_module(f"launch.{name}").PROGRAM
+    program = program_of(name)
     lines = [f"# {program.name}", "", program.description, ""]
     lines += [
         f"`python -m {program.name} --help` shows the most used options, `--help all` "
-        "all of them, `--help WORD` those that mention a word. **Free** options may "
-        "change when a run is resumed.",
+        "all of them, `--help WORD` those that mention a word. An option that is on "
+        "or off is written `--update.trees` or `--update.no-trees`. "
+        "**Free** options may change when a run is resumed.",
         "",
     ]
     if program.recipes:
         lines += ["## Recipes", "", *_heading("`--recipe`", "What it is")]
         for recipe, make in program.recipes.items():
             said = _cell((make.__doc__ or "").partition("\n\n")[0])
+            said = re.sub(r"^`python[^`]*`(: |; )", "", said)
             lines.append(f"| `{recipe}` | {said} |")
         lines.append("")
-    lines += _section("", program.default([]), is_free=False)
+        lines += ["Defaults below are for a checkpoint.", ""]
+    default = program.default(["--model", "ORG/NAME"] if program.recipes else [])
+    lines += _section("", default, is_free=False)
     return "\n".join(lines)
 
 
@@ -165,6 +174,8 @@ def _in(ranges: list[Range]) -> str:
 
 def written(value: Any) -> str:
     """A value as it is written on the command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, tuple | list):
         return " ".join(map(str, value)) or "()"
     return f"{value:g}" if isinstance(value, float) else repr(value).strip("'") or '""'
