@@ -8,6 +8,7 @@ folder that are named nowhere else.
 
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -32,6 +33,11 @@ PROGRAMS = (
     "grpo", "ppo", "distill", "sft", "dpo", "reward", "evaluate", "convert", "serve",
     "chat", "report", "plan",
 )  # fmt: skip
+
+
+# Names of options and of metrics.
+GROUPS = "|".join({name.partition("/")[0] for name in rows()})
+CODE = re.compile(rf"(?<![\w/])(--[a-z][\w.-]*\w|(?:{GROUPS})/[\w/<>*]*[\w>*])")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -207,9 +213,18 @@ def _heading(*names: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """A text in a cell of a table; what looks like HTML is text."""
-    text = re.sub(r"\s+", " ", text).strip()
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    """A text in a cell of a table: options and metrics as code, the rest as text."""
+    parts = re.sub(r"\s+", " ", text).strip().replace("|", "\\|").split("`")
+    # What stands between two backticks is code already.
+    parts[::2] = [_marked(part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _marked(text: str) -> str:
+    parts = CODE.split(text)
+    plain = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]
+    code = [f"`{part}`" for part in parts[1::2]]
+    return "".join(itertools.chain(*itertools.zip_longest(plain, code, fillvalue="")))
 
 
 def _named(nav: Any) -> Iterator[str]:
