@@ -15,16 +15,16 @@ from jaxrl_post.records.metric_table import rows
 ROOT = Path(__file__).parents[2]
 
 
-def pages():
-    """The hook of the build."""
-    path = ROOT / "tools" / "docs_pages.py"
-    spec = importlib.util.spec_from_file_location("docs_pages", path)
+def tool(name: str):
+    """A module of the build."""
+    path = ROOT / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-PAGES = pages()
+PAGES = tool("docs_pages")
 
 
 def built(folder: Path, index: str, nav: tuple[str, ...] = ("index.md", "other.md")):
@@ -86,11 +86,17 @@ def test_the_page_of_a_program_has_every_option(name):
 
 def test_an_option_is_told_with_range_default_and_meaning():
     page = PAGES.options_page("grpo")
-    [row] = [line for line in page.splitlines() if "`--rollout.top-p`" in line]
+    [row] = [
+        line for line in page.splitlines() if line.startswith("| `--rollout.top-p`")
+    ]
     assert row.startswith("| `--rollout.top-p` | number in (0, 1] | `1` | sample from")
-    [row] = [line for line in page.splitlines() if "`--checkpoint.every`" in line]
+    [row] = [
+        line for line in page.splitlines() if line.startswith("| `--checkpoint.every`")
+    ]
     assert "| integer at least 1, **free** |" in row
-    [row] = [line for line in page.splitlines() if "`--rollout.truncated`" in line]
+    [row] = [
+        line for line in page.splitlines() if line.startswith("| `--rollout.truncated`")
+    ]
     assert "| `reward`, `zero`, `mask` | `zero` |" in row
 
 
@@ -115,3 +121,19 @@ def test_a_folder_of_the_navigation_has_its_pages():
     [_, expanded] = PAGES._expanded(nav, named, ROOT / "docs")
     assert "how-to/agents.md" in expanded["B"]
     assert "how-to/tools.md" not in expanded["B"]
+
+
+def test_names_of_options_and_metrics_are_code():
+    cell = PAGES._cell("See rollout/failed/<kind> | `a<b`, or --exact: 1 < 2.\n And *")
+    assert cell == (
+        "See `rollout/failed/<kind>` \\| `a<b`, or `--exact`: 1 &lt; 2. And \\*"
+    )
+
+
+def test_a_doctest_is_shown_as_code():
+    fenced = tool("docs_examples").fenced
+    text = "Adds.\n\n>>> a = 1\n>>> a\n1\n\nAnd:\n\n  >>> 2\n  2\nReferences:\n"
+    assert fenced(text) == (
+        "Adds.\n\n```pycon\n>>> a = 1\n>>> a\n1\n```\n\nAnd:\n\n"
+        "  ```pycon\n  >>> 2\n  2\nReferences:\n  ```\n"
+    )
