@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_post.config.data import DataConfig
+from jaxrl_post.envs import Answer
+from jaxrl_post.examples.environment import make_environment
 from launch import cli
 
 ROOT = Path(__file__).parents[2]
@@ -163,3 +166,35 @@ def test_python_runs(name, tmp_path, monkeypatch):
 
 def test_a_page_that_is_run_elsewhere_is_there():
     assert RUN_ELSEWHERE.keys() <= PAGES.keys()
+
+
+def tutorial(name: str, module: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Imports the file that a tutorial shows."""
+    [code] = [c for page, c in of("python") if page == f"docs/tutorials/{name}.md"]
+    assert code.startswith(f"# {module}.py\n")
+    (folder / f"{module}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return importlib.import_module(module)
+
+
+def test_the_environment_of_the_tutorial(tmp_path, monkeypatch):
+    tutorial("your-environment", "my_shop", tmp_path, monkeypatch)
+    made = make_environment("my_shop:Shop", DataConfig(), ("my_shop:price",))
+    task = made.tasks("eval")[3]
+    session = made.open(task)
+    call = made.demonstration(task)
+    [result] = session.step(
+        Answer("assistant", "", tool_calls=call.tool_calls)
+    ).messages
+    assert session.step(Answer("assistant", result.content)).reward == 1.0
+    session.close()
+    # After the call, the demonstration is the answer.
+    task = made.tasks("train")[1]
+    assert made.demonstration(task) == task.reference
+
+
+def test_the_reward_of_the_tutorial(tmp_path, monkeypatch):
+    close = tutorial("your-reward", "my_reward", tmp_path, monkeypatch).close
+    found = [close(said, "7") for said in ("It is 7", "6", "no", "")]
+    assert found == [1.0, 0.5, 0.0, 0.0]
