@@ -126,7 +126,7 @@ def options_page(name: str) -> str:
 
 
 def _section(prefix: str, config: Any, *, is_free: bool) -> list[str]:
-    """The options of one dataclass as a table, then those of its sections."""
+    """The options of one dataclass as a table, then its sections."""
     told = descriptions(type(config))
     hints = get_type_hints(type(config), include_extras=True)
     table: list[str] = []
@@ -150,7 +150,7 @@ def _section(prefix: str, config: Any, *, is_free: bool) -> list[str]:
 
 
 def descriptions(config: type) -> dict[str, str]:
-    """What a docstring says of each attribute, those of base classes included."""
+    """What a docstring says of each attribute, also in its base classes."""
     found: dict[str, str] = {}
     for each in reversed(config.__mro__[:-1]):
         parsed = docstring_parser.parse(each.__doc__ or "")
