@@ -1,15 +1,15 @@
 # `make demo` and `make test` need a Python >= 3.12 and nothing else: both make .venv.
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
-EXTRAS := math,envs,schema,parquet,hub,gguf,ray,serve,tools,openenv,notebooks,dev
-CHECKS := check-format check-lint check-types check-layers
+EXTRAS := math,envs,schema,parquet,hub,gguf,ray,serve,tools,openenv,notebooks,docs,dev
+CHECKS := check-format check-lint check-types check-layers check-docs
 
 # Two processes, a file in one of them: what a file's tests share is computed once.
 # Files go in the order of their names: the few tests that take minutes are not the last.
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo smollm2 quick test test-all mutations check $(CHECKS) check-kernels check-jetstream
-.PHONY: check-bfcl check-verifiers format notebooks parity lock environment
+.PHONY: check-bfcl check-verifiers docs format notebooks parity lock environment
 
 # A small model learns from reward alone; runs/demo/report.html shows how.
 demo:
@@ -52,6 +52,8 @@ check-types: environment
 check-layers: environment
 	.venv/bin/lint-imports --no-logo
 
+check-docs: docs
+
 # Kernels and plans, compiled for TPUs and GPUs that are not there, at the shapes of real models.
 check-kernels: environment
 	tools/kernels.sh $(ARGS)
@@ -67,6 +69,10 @@ check-bfcl: environment
 # verifiers' client for training against the server, in an environment of its own.
 check-verifiers: environment
 	tools/verifiers.sh $(ARGS)
+
+# The docs site, in build/site; a dead link or anchor, or any other warning, is an error.
+docs: environment
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .

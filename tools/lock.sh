@@ -12,7 +12,7 @@ fi
 # index: the machine that installs the packages chooses it.
 "$uv" pip compile --quiet --universal --python .venv/bin/python --python-version 3.12 \
     --extra math --extra envs --extra schema --extra parquet --extra hub --extra gguf --extra ray \
-    --extra serve --extra tools --extra openenv --extra notebooks --extra dev \
+    --extra serve --extra tools --extra openenv --extra notebooks --extra docs --extra dev \
     --no-emit-index-url --no-emit-find-links --no-annotate \
     --custom-compile-command "make lock" \
     --output-file requirements.lock "$@" pyproject.toml

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/kernels.md: `python -m benchmarks.rooflines`."""
+"""`python -m benchmarks.rooflines`: prints tables of docs/explanation/kernels.md."""
 
 from benchmarks.rooflines.tables import main
 

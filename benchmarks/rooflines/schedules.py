@@ -5,8 +5,8 @@
 libtpu, which `make check-kernels` installs there, writes the bundles of instructions of
 a compiled kernel, one a cycle, with what each unit does in them. So the vector unit and
 spilled registers are counted, which the rooflines leave out. Waiting for HBM is not: it
-is another bound. The table is in docs/kernels.md, for a v5p; a v5e has the same core at
-another clock.
+is another bound. The table is in docs/explanation/kernels.md, for a v5p; a v5e has the
+same core at another clock.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The tables of docs/kernels.md: what the kernels take at best."""
+"""The tables of docs/explanation/kernels.md: what the kernels take at best."""
 
 import functools
 

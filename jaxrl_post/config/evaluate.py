@@ -34,7 +34,7 @@ class EvaluateConfig:
         base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
-            (docs/protocols.md) can only be evaluated.
+            (docs/how-to/protocols.md) can only be evaluated.
         tools: tools that the model may call before it answers, as for training. Needs
             `max_turns`.
         data: files of tasks, for environments that read files.

@@ -10,7 +10,9 @@ from jaxrl_post.rollout.episode import Episode, Group
 __all__ = ["rollout_metrics", "sampling_metrics"]
 
 # How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
-FAILURES = ("raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools")
+FAILURES = (
+    "raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools", "reply",
+)  # fmt: skip
 
 
 def rollout_metrics(

@@ -27,6 +27,7 @@ LOCKED_EXTRAS = (
     "tools",
     "openenv",
     "notebooks",
+    "docs",
     "dev",
 )
 

@@ -1,53 +1,22 @@
-"""The commands and code of README.md work."""
+"""The commands and code of README.md and the notebook tutorial work."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch import (
-    chat,
-    cli,
-    convert,
-    distill,
-    dpo,
-    evaluate,
-    grpo,
-    ppo,
-    report,
-    reward,
-    serve,
-    sft,
-)
-
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SHELL = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-COMMANDS = re.findall(r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE)
+NOTEBOOK = (ROOT / "docs" / "tutorials" / "notebook.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", NOTEBOOK, re.DOTALL)
 TARGETS = re.findall(
     r"(?:`|^)make ([a-z0-9]+)",
     "".join((ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS),
     re.MULTILINE,
 )
-
-PROGRAMS = {
-    "grpo": grpo.PROGRAM,
-    "ppo": ppo.PROGRAM,
-    "distill": distill.PROGRAM,
-    "sft": sft.PROGRAM,
-    "dpo": dpo.PROGRAM,
-    "reward": reward.PROGRAM,
-    "evaluate": evaluate.PROGRAM,
-    "convert": convert.PROGRAM,
-    "report": report.PROGRAM,
-    "serve": serve.PROGRAM,
-    "chat": chat.PROGRAM,
-}
 
 
 def run(block: str, folder: Path) -> str:
@@ -83,22 +52,18 @@ def test_the_losses_work_in_another_trainer(tmp_path):
     assert found == pytest.approx([-0.141421] * 3 + [0.141421] * 2 + [0.0], rel=1e-4)
 
 
-def test_nothing_in_the_readme_is_left_out():
-    assert len(BLOCKS) == 2
-    assert {program for program, _ in COMMANDS} == PROGRAMS.keys()
+def test_the_readme_has_the_block_of_the_notebook():
+    assert re.findall(r"```python\n(.*?)```", README, re.DOTALL) == BLOCKS[1:]
 
 
-@pytest.mark.parametrize(("program", "arguments"), COMMANDS)
-def test_a_command_has_only_options_that_exist(program, arguments):
-    cli.read_options(PROGRAMS[program], shlex.split(arguments))
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 180
 
 
-def test_programs_and_targets_are_there():
+def test_targets_are_there():
     makefile = (ROOT / "Makefile").read_text()
     for target in TARGETS:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for program in re.findall(r"launch\.(\w+)", README):
-        assert (ROOT / "launch" / f"{program}.py").is_file()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

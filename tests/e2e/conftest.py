@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import row_of
 from tests import compiled
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +102,15 @@ def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         yield start
 
 
+def written_metrics(arguments: Sequence[str]) -> set[str]:
+    """The names of the metrics that the run of a command has logged."""
+    option = "--run-dir="
+    runs = [Path(a.removeprefix(option)) for a in arguments if a.startswith(option)]
+    logs = [run / "metrics.jsonl" for run in runs]
+    rows = [row for log in logs if log.exists() for row in read_rows(log)]
+    return {name for row in rows for name in row["metrics"]}
+
+
 @pytest.fixture
 def run_here(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -113,6 +124,8 @@ def run_here(
         status = importlib.import_module(module).main([*arguments])
         written = "".join(capfd.readouterr())
         assert status == code, written
+        for name in written_metrics(arguments):
+            assert row_of(name), f"{name} has no row in records/metrics.toml"
         return written
 
     yield run

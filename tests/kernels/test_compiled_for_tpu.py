@@ -316,7 +316,7 @@ def test_how_much_vmem_a_kernel_needs(
 ):
     """The compiler may give 60 MiB to token_logprob, and 56 to attention.
 
-    A v5p has 64. docs/kernels.md has all numbers, to 2 MiB.
+    A v5p has 64. docs/explanation/kernels.md has all numbers, to 2 MiB.
     """
     plan.load()
     found = topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices[0]
@@ -339,7 +339,7 @@ def test_the_guide_has_the_schedules():
     assert ended.returncode == 0, ended.stderr
     rows = [line for line in ended.stdout.splitlines() if "llama-3.1-8b" in line]
     assert len(rows) == 2
-    guide = (ROOT / "docs" / "kernels.md").read_text().splitlines()
+    guide = (ROOT / "docs" / "explanation" / "kernels.md").read_text().splitlines()
     assert [row for row in rows if row not in guide] == []
 
 

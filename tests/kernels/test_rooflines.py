@@ -1,4 +1,4 @@
-"""The rooflines of attention count what the kernels do, and docs/kernels.md has them.
+"""The rooflines of attention count what the kernels do; kernels.md has them.
 
 FLOPs and bytes are compared with the kernels as they are traced; which tiles they
 compute, with the lists that they get.
@@ -21,7 +21,7 @@ from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.kernels.attention.shapes import SHAPES
 from jaxrl_post.kernels.attention.shapes import Shape as Sizes
 
-GUIDE = Path(__file__).parents[2] / "docs" / "kernels.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "explanation" / "kernels.md"
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -210,5 +210,6 @@ def test_the_guide_has_the_tables(capsys):
     printed = capsys.readouterr().out
     expected = GUIDE.read_text()[GUIDE.read_text().index("## token_logprob: ") :]
     assert expected.strip() == printed.strip(), (
-        "docs/kernels.md differs: python -m benchmarks.rooflines prints its tables"
+        "docs/explanation/kernels.md differs: python -m benchmarks.rooflines "
+        "prints its tables"
     )

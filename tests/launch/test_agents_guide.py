@@ -1,4 +1,4 @@
-"""docs/agents.md: its agent is trained by its command."""
+"""how-to/agents.md: its agent is trained by its command."""
 
 import re
 import shlex
@@ -11,7 +11,9 @@ from jaxrl_post import envs
 from jaxrl_post.records.directory import read_rows
 from launch import cli, grpo
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "agents.md").read_text(
+    encoding="utf-8"
+)
 COMMANDS = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""docs/environments.md: its commands have options that exist, and its rows are read."""
+"""how-to/environments.md: its commands have options that exist, its rows are read."""
 
 import json
 import re
@@ -14,7 +14,9 @@ from jaxrl_post.envs.tools import Search
 from jaxrl_post.examples.environment import make_environment
 from launch import cli, grpo
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "environments.md").read_text(
+    "utf-8"
+)
 SECTIONS = {
     title: (re.findall(r"```json\n(.*?)```", text, re.DOTALL), text)
     for title, text in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", GUIDE, re.M | re.S)

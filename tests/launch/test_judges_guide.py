@@ -1,4 +1,4 @@
-"""docs/judges.md: its commands have options that exist, and its files are read."""
+"""how-to/judges.md: its commands have options that exist, and its files are read."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from jaxrl_post.examples.environment import make_environment
 from launch import cli, grpo, reward, serve
 from tests.envs.judges.judge_server import serving
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "judges.md").read_text("utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "judges.md").read_text("utf-8")
 JUDGED, MODELLED = (
     [shlex.split(command) for command in block.replace("\\\n", " ").splitlines()]
     for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)

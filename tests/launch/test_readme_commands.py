@@ -1,4 +1,4 @@
-"""The commands of README.md and the guides, as they are written."""
+"""The commands of README.md and of two guides run as they are written."""
 
 import importlib
 import json
@@ -21,24 +21,25 @@ from jaxrl_post.records.directory import read_rows
 from launch import cli
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHELL = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-COMMANDS = re.findall(r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE)
-
-# Commands of the guides, with their file.
-GUIDED = [
-    (path.name, program, written)
-    for path in sorted((ROOT / "docs").glob("*.md"))
-    for program, written in re.findall(
-        r"^(?:\S+=\S+ )?python -m launch\.(\w+) (.*)$",
-        "".join(
-            re.findall(r"```sh\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
-        ).replace("\\\n", " "),
-        re.MULTILINE,
+# In the order in which a reader runs them: some start from what others made.
+PAGES = ("docs/how-to/own-files.md", "docs/how-to/programs.md", "README.md")
+SHELL = "".join(
+    block
+    for page in PAGES
+    for block in re.findall(
+        r"```sh\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL
     )
+).replace("\\\n", " ")
+# A recipe has its model and settings: tests/launch/test_recipes.py reads them.
+COMMANDS = [
+    (program, written)
+    for program, written in re.findall(
+        r"^python -m launch\.(\w+) (.*)$", SHELL, re.MULTILINE
+    )
+    if "--recipe" not in written
 ]
 
-# Heads and sizes that the meshes of the README divide.
+# Heads and sizes that the meshes of the commands divide.
 CONFIG = ModelConfig(
     "qwen2", 320, 16, 32, 1, num_heads=8, num_kv_heads=4, max_length=2048,
     qkv_bias=True, tie_embeddings=True,
@@ -71,7 +72,7 @@ def write_parquet(path: Path, rows: list[dict]) -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """The files and models that the README speaks of, tiny."""
+    """The files and models that the commands name, tiny."""
     tokenizer = Tokenizer.train(["What is 1 + 2? #### 3"] * 3, vocab_size=320)
     for name, seed in (("Qwen2.5-0.5B", 0), ("teacher", 1)):
         params = models.initialize(jax.random.key(seed), models.param_specs(CONFIG))
@@ -132,20 +133,6 @@ def test_every_command_has_options_that_its_program_takes(
         assert found == type(found)(value.strip("'")), option
 
 
-@pytest.mark.parametrize(
-    ("program", "written"),
-    [(program, written) for _, program, written in GUIDED],
-    ids=[f"{name}-{number}" for number, (name, *_) in enumerate(GUIDED)],
-)
-def test_the_commands_of_the_guides_are_taken(program, written, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for file in re.findall(r"--data\.(?:eval-)?path (\S+)", written):
-        (tmp_path / file).touch()
-    module: ModuleType = importlib.import_module(f"launch.{program}")
-    arguments = shlex.split(written, comments=True)
-    module.PROGRAM.check(cli.read_options(module.PROGRAM, arguments))
-
-
 def value_of(config: object, option: str) -> object:
     """The value of a configuration at an option's place."""
     return reduce(getattr, option.replace("-", "_").split("."), config)
@@ -171,7 +158,6 @@ def test_every_command_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
         for number, handler in handlers.items():
             signal.signal(number, handler)
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
-    # The run of two processes is no command of this list.
     whole = " ".join(written for _, written in COMMANDS)
     named = set(re.findall(r"--run-dir runs/(\w+)", whole))
     assert runs == named

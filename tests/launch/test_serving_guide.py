@@ -1,4 +1,4 @@
-"""docs/serving.md: its commands have options that exist, and its programs run."""
+"""how-to/serving.md: its commands have options that exist, and its programs run."""
 
 import ast
 import contextlib
@@ -14,7 +14,9 @@ from jaxrl_post.config.serve import ServeConfig
 from launch import cli, serve
 from tests.serve.conftest import listening, make_served, make_tokenizer
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "serving.md").read_text(
+    encoding="utf-8"
+)
 ADDRESS = "http://127.0.0.1:8000"
 
 

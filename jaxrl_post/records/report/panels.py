@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxrl_post.records import notation
+from jaxrl_post.records.metric_table import row_of
 from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
 
 __all__ = [
@@ -23,15 +24,20 @@ FAILED = "rollout/failed"
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric's chart: its title, its unit, and the format of its values."""
+    """One metric's chart: its title, and the format of its values."""
 
     metric: str
     title: str
-    unit: str = ""
     form: Callable[[float], str] = notation.number
     width: str = ""
     factor: float = 1.0  # The shown value is factor * metric.
     smoothed: bool = True
+
+    @property
+    def unit(self) -> str:
+        """The metric's unit; empty for a metric that metrics.toml does not have."""
+        row = row_of(self.metric)
+        return "" if row is None else row.unit
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,10 @@ SECTIONS = (
     (
         "Learning",
         (
-            Panel(REWARD, "Reward", "mean of a step's samples", width="half"),
+            Panel(REWARD, "Reward", width="half"),
             Panel(
                 ACCURACY,
                 "Held-out accuracy",
-                "% of tasks, pairs or solutions",
                 "{:.1f}%".format,
                 width="half",
                 factor=100.0,
@@ -67,43 +72,43 @@ SECTIONS = (
     (
         "Policy",
         (
-            Panel("policy/kl_to_reference", "KL to reference", "nats per token"),
-            Panel("policy/kl_to_proximal", "KL to proximal", "nats per token"),
-            Panel("mismatch/kl", "KL of sampler and trainer", "nats per token"),
-            Panel("policy/entropy", "Entropy", "nats per token"),
-            Panel("rollout/completion_length", "Completion length", "tokens"),
-            Panel(MISMATCH, "Sampler mismatch", "factor, 1 is exact", notation.ratio),
+            Panel("policy/kl_to_reference", "KL to reference"),
+            Panel("policy/kl_to_proximal", "KL to proximal"),
+            Panel("mismatch/kl", "KL of sampler and trainer"),
+            Panel("policy/entropy", "Entropy"),
+            Panel("rollout/completion_length", "Completion length"),
+            Panel(MISMATCH, "Sampler mismatch", notation.ratio),
         ),
     ),
     (
         "Agents and tools",
         (
-            Panel("rollout/turns", "Turns", "per episode", width="half"),
-            Panel("env/tools/calls", "Tool calls", "per episode", width="half"),
-            Panel("env/tools/failed", "Failed calls", "per episode", width="half"),
-            Panel("env/tools/broken", "Unreadable calls", "per episode", width="half"),
+            Panel("rollout/turns", "Turns", width="half"),
+            Panel("env/tools/calls", "Tool calls", width="half"),
+            Panel("env/tools/failed", "Failed calls", width="half"),
+            Panel("env/tools/broken", "Unreadable calls", width="half"),
         ),
     ),
     (
         "Critic",
         (
-            Panel("critic/explained_variance", "Explained variance", "1 is perfect"),
+            Panel("critic/explained_variance", "Explained variance"),
             Panel("critic/loss", "Critic's loss"),
-            Panel("critic/value", "Value", "mean over tokens"),
+            Panel("critic/value", "Value"),
         ),
     ),
     (
         "Preferences",
         (
-            Panel("preference/accuracy", "Accuracy", "pairs of the step ranked right"),
-            Panel("preference/margin", "Margin", "chosen minus rejected reward"),
-            Panel("eval/margin", "Held-out margin", "chosen minus rejected reward"),
+            Panel("preference/accuracy", "Accuracy"),
+            Panel("preference/margin", "Margin"),
+            Panel("eval/margin", "Held-out margin"),
         ),
     ),
     (
         "Steps",
         (
-            Panel("process/first_error_accuracy", "First error", "solutions got right"),
+            Panel("process/first_error_accuracy", "First error"),
             Panel("process/step_accuracy", "Steps judged right"),
             Panel("eval/step_accuracy", "Held-out steps judged right", smoothed=False),
         ),
@@ -111,10 +116,8 @@ SECTIONS = (
     (
         "Distillation",
         (
-            Panel(
-                "distill/divergence", "Divergence from the teacher", "nats per token"
-            ),
-            Panel("distill/teacher_entropy", "Teacher's entropy", "nats per token"),
+            Panel("distill/divergence", "Divergence from the teacher"),
+            Panel("distill/teacher_entropy", "Teacher's entropy"),
         ),
     ),
     (
@@ -123,11 +126,10 @@ SECTIONS = (
             Panel(
                 "router/busiest_expert",
                 "Busiest expert",
-                "tokens over the mean, 1 is even",
                 notation.ratio,
             ),
-            Panel("router/unused_experts", "Unused experts", "share of a microbatch"),
-            Panel("router/balance_loss", "Balance loss", "1 is even"),
+            Panel("router/unused_experts", "Unused experts"),
+            Panel("router/balance_loss", "Balance loss"),
             Panel("router/z_loss", "Router z-loss"),
         ),
     ),
@@ -136,8 +138,8 @@ SECTIONS = (
         (
             Panel("train/loss", "Loss"),
             Panel("eval/loss", "Held-out loss", smoothed=False),
-            Panel("train/grad_norm", "Gradient norm", "before clipping"),
-            Panel(FAILED, "Failed rollouts", "per step", smoothed=False),
+            Panel("train/grad_norm", "Gradient norm"),
+            Panel(FAILED, "Failed rollouts", smoothed=False),
         ),
     ),
 )
@@ -207,17 +209,15 @@ PHASES = (
     ("time/checkpoint", "checkpoint"),
 )
 SPEED = (
-    Panel(TOKENS_PER_SECOND, "Throughput", "tokens per second", width="tall"),
+    Panel(TOKENS_PER_SECOND, "Throughput", width="tall"),
     Panel(
         "time/compilations",
         "Sampler programs",
-        "compiled since the process began",
         smoothed=False,
     ),
     Panel(
         "time/train_compilations",
         "Training programs",
-        "compiled since the process began",
         smoothed=False,
     ),
 )

@@ -1,4 +1,4 @@
-"""docs/jetstream.md: its server answers its client."""
+"""docs/how-to/jetstream.md: its server answers its client."""
 
 import builtins
 import re
@@ -16,7 +16,7 @@ from tests.serve.jetstream.conftest import (
     without_stop,
 )
 
-GUIDE = Path(__file__).parents[3] / "docs" / "jetstream.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "jetstream.md"
 
 
 @needs_jetstream

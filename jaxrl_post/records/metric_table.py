@@ -1,0 +1,60 @@
+"""What every metric of a run means: unit, what is normal, and what to do if it is not.
+
+The rows are in metrics.toml, which the report and the docs page of the metrics read.
+"""
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+__all__ = ["Row", "row_of", "rows"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a metric.
+
+    Attributes:
+        unit: of its values, in words; on a chart too.
+        meaning: what is measured.
+        normal: values of a healthy run.
+        remedy: what to look at or to change if it is otherwise.
+    """
+
+    unit: str
+    meaning: str
+    normal: str
+    remedy: str
+
+
+@functools.cache
+def rows() -> Mapping[str, Row]:
+    """Returns all rows by name; `<word>` in a name stands for any name there."""
+    text = (resources.files(__package__) / "metrics.toml").read_text(encoding="utf-8")
+    return {name: Row(**row) for name, row in tomllib.loads(text).items()}
+
+
+def row_of(metric: str) -> Row | None:
+    """Returns the row of a metric; None for a metric that no row describes.
+
+    >>> row_of("policy/entropy").unit, row_of("mine/own")
+    ('nats per token', None)
+    >>> row_of("rollout/failed/timeout") is rows()["rollout/failed/<kind>"]
+    True
+    """
+    if metric in rows():
+        return rows()[metric]
+    return next((row for each, row in _placed() if each.fullmatch(metric)), None)
+
+
+@functools.cache
+def _placed() -> list[tuple[re.Pattern[str], Row]]:
+    """The rows whose names hold a `<word>`, with patterns of these names."""
+    return [
+        (re.compile(re.sub(r"<\w+>", ".+", name)), row)
+        for name, row in rows().items()
+        if "<" in name
+    ]
