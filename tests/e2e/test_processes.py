@@ -154,6 +154,7 @@ def two_processes(model, tmp_path_factory) -> tuple[Path, list[str]]:
     return run, outputs
 
 
+@pytest.mark.slow("starts two trainers that compile the same programs")
 def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_path):
     run, outputs = two_processes
     one = tmp_path / "run"
@@ -172,6 +173,7 @@ def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_pat
     assert saved["mesh"] == "dp2,fsdp2,ep1,cp1,tp2"
 
 
+@pytest.mark.slow("starts two trainers, three times")
 def test_neither_a_signal_nor_a_death_changes_anything(
     program, run_here, model, two_processes, tmp_path
 ):

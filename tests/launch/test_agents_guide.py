@@ -67,6 +67,7 @@ def trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
+@pytest.mark.slow("compiles a run with agents on eight devices")
 def test_the_agent_of_the_guide_trains(trained, tmp_path):
     agent = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     command, _ = COMMANDS

@@ -312,6 +312,7 @@ def test_an_agent_that_never_ends_is_closed_at_the_deadline():
             collected(trainer)
 
 
+@pytest.mark.slow("the agent that hangs has a deadline of ten seconds")
 def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
     closed, names = {}, {}
     take = Episodes.take

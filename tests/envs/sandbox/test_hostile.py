@@ -57,6 +57,7 @@ def test_there_are_many_programs():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow("a hundred programs, twelve of which are stopped after a second")
 def test_no_program_does_harm(way):
     found = run(way, [sys.executable, "-m"])
     assert set(found) == set(hostile.PROGRAMS)
@@ -65,6 +66,7 @@ def test_no_program_does_harm(way):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow("a hundred programs, twelve of which are stopped after a second")
 def test_no_program_of_an_ordinary_user_does_harm(way, tmp_path):
     script = str(Path(__file__).with_name("ordinary_user.sh"))
     python = str(Path(sys._base_executable).resolve())
@@ -89,6 +91,7 @@ def test_no_program_of_an_ordinary_user_does_harm(way, tmp_path):
         "asks for pairs of sockets that can be sent anywhere",
     ],
 )
+@pytest.mark.slow("a program that is not stopped waits for ten seconds")
 def test_the_programs_do_harm_where_nothing_holds_them(name, tmp_path):
     # So that the tests above can fail.
     machine = hostile.Machine(tmp_path)
