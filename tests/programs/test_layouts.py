@@ -30,6 +30,7 @@ from jaxrl_post.rollout.weights import buffer_pointers, bytes_over_links
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh, per_device_bytes
 from tests import tiny
+from tests.tiers import daily
 
 pytestmark = pytest.mark.meshes
 
