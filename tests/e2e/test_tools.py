@@ -25,7 +25,7 @@ SMALL = (
     "--optimizer.schedule=constant",
     "--eval.num-tasks=8",
     "--eval.every=2",
-    "--checkpoint.every=1",
+    "--checkpoint.every=2",
     "--mesh=dp4,tp2",
 )
 
@@ -54,8 +54,7 @@ def test_a_run_with_tools_goes_on_as_if_it_had_not_stopped(run_here, tmp_path):
     expected = measured(run)
     assert set(expected) >= {1, 2, 3, 4}
     # What is left is a run that was stopped after its second step.
-    for step in (3, 4):
-        shutil.rmtree(run / "checkpoints" / str(step))
+    shutil.rmtree(run / "checkpoints" / "4")
     shutil.rmtree(run / "model")
     assert "resumed at step 2 of 4" in run_here(*command)
     found = measured(run)
