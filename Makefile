@@ -4,8 +4,11 @@
 EXTRAS := math,envs,schema,parquet,hub,gguf,ray,serve,tools,openenv,notebooks,docs,dev
 CHECKS := check-format check-lint check-types check-layers check-docs
 
+# Tests start some hundred processes: each would compile what it imports, JAX too.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes, a file in one of them: what a file's tests share is computed once.
-# Files go in the order of their names: the few tests that take minutes are not the last.
+# Files go in the order of their names: the few tests that take a minute are not the last.
 PYTEST := .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo smollm2 quick test test-all mutations check $(CHECKS) check-kernels check-jetstream

@@ -18,7 +18,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import compiled, typecheck
+from tests import compiled, durations, typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -35,10 +35,20 @@ hypothesis.settings.load_profile("tests")
 install_import_hook(typecheck.modules(), f"{typecheck.__name__}.checked")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help=f"write {durations.RECORD.name} anew, if all tests pass",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Once a session, in the process that hands out the tests."""
     if not hasattr(config, "workerinput"):
         compiled.make_room()
+        if config.getoption("record_durations"):
+            config.pluginmanager.register(durations.Recorder())
 
 
 # Acts that the running test may not do, by the audit events of Python.
@@ -47,7 +57,8 @@ _unmarked: str | None = None
 
 
 def _refuse_processes(event: str, arguments: tuple) -> None:
-    if event in _STARTS and _unmarked is not None:
+    # In this order: at the end of the process all that is global is None.
+    if _unmarked is not None and event in _STARTS:
         raise AssertionError(
             f"{_unmarked} starts a process ({event} {arguments[0]}); mark it with "
             "pytest.mark.processes, so that `make quick` leaves it out"

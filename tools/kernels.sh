@@ -25,9 +25,13 @@ PYTHON
 )
 jax=$(.venv/bin/python -c "import jax; print(jax.__version__)")
 
+# The compilers for GPUs arrive while those for TPUs are at work.
+tools/beside.sh build/kernels/gpu "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" nvidia-cuda-nvcc-cu12 &
+gpu=$!
 tools/beside.sh build/kernels/tpu "$libtpu"
-tools/beside.sh build/kernels/gpu "jax-cuda12-plugin==$jax" "jax-cuda12-pjrt==$jax" nvidia-cuda-nvcc-cu12
 status=0
-tested tpu tests/kernels/test_compiled_for_tpu.py tests/planning "$@" || status=$?
+tested tpu tests/kernels/test_compiled_for_tpu.py tests/planning/test_plan.py \
+    tests/planning/test_prediction.py "$@" || status=$?
+wait "$gpu"
 tested gpu tests/kernels/test_compiled_for_gpu.py "$@" || status=$?
 exit "$status"

@@ -254,12 +254,13 @@ def in_turn(count: int, *targets: str) -> list[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow("starts three trainers, whose agents and servers are killed")
 def test_a_run_with_agents_outlives_each_of_its_programs(
     program, tmp_path, record_property
 ):
     targets = ("worker", "tool", "trainer", "judge", "agent")
     assert_that_nothing_is_lost(
-        program, tmp_path, "Agents", targets, steps=8, record=record_property
+        program, tmp_path, "Agents", targets, steps=6, record=record_property
     )
 
 

@@ -158,6 +158,7 @@ PLAINER = {"ppo", "ppo_shared", "reward", "distill", "distill_whole", "lora", "k
         for name in PROGRAMS
     ],
 )
+@pytest.mark.slow("compiles a program with adapters or a draft on eight devices")
 def test_the_last_steps_taken_again_give_the_same(run_here, inputs, tmp_path, name):
     """Every program takes up its own state from a checkpoint in the middle."""
     module, *options = PROGRAMS[name]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -134,7 +135,10 @@ def pairs(tmp_path_factory) -> Path:
     return file
 
 
-def options(run: Path, model: Path, *more: str, steps: int = 3) -> list[str]:
+MESH = "--mesh=dp2,fsdp2,tp2"
+
+
+def options(run: Path, model: Path, *more: str, steps: int = 4) -> list[str]:
     return [
         f"--run-dir={run}", f"--model={model}", *QUICK, f"--steps={steps}",
         "--eval.every=2", "--checkpoint.every=1", *more,
@@ -142,32 +146,24 @@ def options(run: Path, model: Path, *more: str, steps: int = 3) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_process(model, tmp_path_factory) -> Path:
-    """Three steps in one process with eight devices."""
-    run = tmp_path_factory.mktemp("one") / "run"
-    mesh = "--mesh=dp2,fsdp2,tp2"
-    with programs() as start:
-        ended([start("launch.grpo", *options(run, model, mesh), devices=8)])
-    return run
-
-
-@pytest.fixture(scope="module")
 def two_processes(model, tmp_path_factory) -> tuple[Path, list[str]]:
-    """The same three steps in two processes with four devices each."""
+    """Four steps in two processes with four devices each."""
     run = tmp_path_factory.mktemp("two") / "run"
-    mesh = "--mesh=dp2,fsdp2,tp2"
     with programs() as start:
-        outputs = ended(started(start, 2, "launch.grpo", *options(run, model, mesh)))
+        outputs = ended(started(start, 2, "launch.grpo", *options(run, model, MESH)))
     return run, outputs
 
 
-def test_two_processes_train_as_one_does(one_process, two_processes):
+@pytest.mark.slow("starts two trainers that compile the same programs")
+def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_path):
     run, outputs = two_processes
-    assert_same_run(one_process, run, tolerance=1e-5)
+    one = tmp_path / "run"
+    run_here("launch.grpo", *options(one, model, MESH))
+    assert_same_run(one, run, tolerance=1e-5)
     assert f"model:  {run / 'model'}" in outputs[0]
     assert (run / "report.html").stat().st_size > 100_000
     # Process 0 alone speaks.
-    assert "step 3/3" in outputs[0]
+    assert "step 4/4" in outputs[0]
     assert "step" not in outputs[1]
     names = {path.name for path in run.iterdir()}
     assert not any(name.startswith(".") for name in names), names
@@ -177,12 +173,54 @@ def test_two_processes_train_as_one_does(one_process, two_processes):
     assert saved["mesh"] == "dp2,fsdp2,ep1,cp1,tp2"
 
 
-def test_a_death_ends_all_and_a_second_start_changes_nothing(
+@pytest.mark.slow("starts two trainers, three times")
+def test_neither_a_signal_nor_a_death_changes_anything(
+    program, run_here, model, two_processes, tmp_path
+):
+    """One process is told to stop, then process 0 is killed; judgements come late."""
+    expected, _ = two_processes
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    # In the expected run they come at once: their order must not matter either.
+    more = (model, MESH, "--env=coin:LateCoin")
+
+    def again() -> list[subprocess.Popen[str]]:
+        return started(program, 2, "launch.grpo", *options(run, *more))
+
+    processes = again()
+    until_row(run, 0, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    outputs = ended(processes)
+    last = assert_stopped(run, outputs, stopped=1)
+    shutil.copytree(run, alone)
+
+    processes = again()
+    until_row(run, last + 1, processes)
+    kill(processes, 0)
+    ended(again())
+    assert_same_run(expected, run, tolerance=0)
+
+    # With another number of processes the order of sums may differ.
+    told = run_here("launch.grpo", *options(alone, *more))
+    assert f"resumed at step {last} of 4" in told
+    assert_same_run(expected, alone, tolerance=1e-5)
+
+
+def assert_stopped(run: Path, outputs: list[str], *, stopped: int) -> int:
+    """Checks that all is saved after a signal to one process; returns the last step."""
+    assert "SIGTERM: finishing this step, then saving" in outputs[stopped]
+    last = rows(run)[-1]["step"]
+    assert f"stopped after step {last}, all of it saved" in outputs[0]
+    assert (run / "checkpoints" / str(last)).is_dir()
+    return last
+
+
+@pytest.mark.all  # test_neither_a_signal_nor_a_death_changes_anything guards it.
+def test_the_death_of_any_process_changes_nothing(
     program, model, two_processes, tmp_path
 ):
     expected, _ = two_processes
     run = tmp_path / "run"
-    arguments = options(run, model, "--mesh=dp2,fsdp2,tp2")
+    arguments = options(run, model, MESH)
     for dead in (1, 0):
         processes = started(program, 2, "launch.grpo", *arguments)
         until_row(run, 2 - dead, processes)
@@ -258,13 +296,12 @@ def kill(processes: list[subprocess.Popen[str]], dead: int) -> None:
         assert f"Process {index} ends too; start all processes again" in output
 
 
-@pytest.mark.all  # test_a_death_ends_all_and_a_second_start_changes_nothing guards it.
+@pytest.mark.all  # test_neither_a_signal_nor_a_death_changes_anything guards it.
 def test_many_deaths_change_nothing(program, model, request, tmp_path):
     """At random moments, also while they start, of each role in turn."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    mesh, steps = "--mesh=dp2,fsdp2,tp2", 12
-    ended(started(program, 2, "launch.grpo", *options(whole, model, mesh, steps=steps)))
-    arguments = options(broken, model, mesh, steps=steps)
+    ended(started(program, 2, "launch.grpo", *options(whole, model, MESH, steps=12)))
+    arguments = options(broken, model, MESH, steps=12)
     draw = random.Random(0)
     for number in range(request.config.getoption("--kills")):
         # All are there once the directory is locked; from then on a death is noticed.
@@ -281,32 +318,16 @@ def test_many_deaths_change_nothing(program, model, request, tmp_path):
     assert_same_run(whole, broken, tolerance=0)
 
 
-@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.all), 1])
-def test_sigterm_to_one_saves_in_all_and_one_process_goes_on(
-    program, run_here, model, two_processes, tmp_path, stopped
-):
+@pytest.mark.all  # test_neither_a_signal_nor_a_death_changes_anything tells the other.
+def test_sigterm_to_process_0_saves_in_all(program, model, two_processes, tmp_path):
     expected, _ = two_processes
     run = tmp_path / "run"
-    arguments = options(run, model, "--mesh=dp2,fsdp2,tp2")
+    arguments = options(run, model, MESH)
     processes = started(program, 2, "launch.grpo", *arguments)
     until_row(run, 0, processes)
-    processes[stopped].send_signal(signal.SIGTERM)
-    outputs = ended(processes)
-    assert "SIGTERM: finishing this step, then saving" in outputs[stopped]
-    last = rows(run)[-1]["step"]
-    assert f"stopped after step {last}, all of it saved" in outputs[0]
-    assert (run / "checkpoints" / str(last)).is_dir()
-    # With another number of processes the order of sums may differ.
-    assert f"resumed at step {last} of 3" in run_here("launch.grpo", *arguments)
-    assert_same_run(expected, run, tolerance=1e-5)
-
-
-def test_judgements_may_arrive_in_any_order(program, model, two_processes, tmp_path):
-    expected, _ = two_processes
-    run = tmp_path / "run"
-    arguments = options(run, model, "--mesh=dp2,fsdp2,tp2", "--env=coin:LateCoin")
-    outputs = ended(started(program, 2, "launch.grpo", *arguments))
-    assert "step 3/3" in outputs[0]
+    processes[0].send_signal(signal.SIGTERM)
+    assert_stopped(run, ended(processes), stopped=0)
+    ended(started(program, 2, "launch.grpo", *arguments))
     assert_same_run(expected, run, tolerance=0)
 
 
@@ -339,7 +360,7 @@ def test_one_that_cannot_write_its_part_ends_all(program, model, tmp_path):
     folder = run / "checkpoints"
     assert [path for path in folder.iterdir() if path.name.isdigit()] == []
     ended(started(program, 2, "launch.grpo", *arguments))
-    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
 
 
 def test_a_directory_that_is_not_shared_is_refused(program, model, tmp_path):

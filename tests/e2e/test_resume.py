@@ -49,10 +49,11 @@ def rows(run: Path) -> list[dict]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow("starts three trainers, one after the other")
 def test_one_kill_and_resume_is_bit_identical(program, tmp_path, record_property):
     # In the first third, so that the end is far off.
     assert_that_kills_change_nothing(
-        program, tmp_path, record_property, EPISODES, steps=12, kill_after=[2]
+        program, tmp_path, record_property, EPISODES, steps=8, kill_after=[2]
     )
 
 
@@ -123,6 +124,7 @@ def assert_that_kills_change_nothing(
 
 
 @pytest.mark.processes
+@pytest.mark.slow("starts two trainers")
 def test_sigterm_saves_and_says_so_and_the_same_command_goes_on(program, tmp_path):
     run = tmp_path / "run"
     process = program("launch.grpo", *options(run, "--steps=10000"))

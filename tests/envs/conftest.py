@@ -42,7 +42,10 @@ def local_ray(ray_token) -> Iterator[MakeWorker]:
         assert cluster._driver is driver, "the connection to the cluster was lost"
 
 
-@pytest.fixture(scope="session", params=["local", "ray"])
+# test_ray.py has turns, sessions and deaths on Ray's workers in `make test`.
+@pytest.fixture(
+    scope="session", params=["local", pytest.param("ray", marks=pytest.mark.all)]
+)
 def make_pool(request: pytest.FixtureRequest) -> Callable[..., WorkerPool]:
     """A `WorkerPool` of processes of this machine, and one of a Ray cluster's."""
     if request.param == "local":

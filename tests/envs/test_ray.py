@@ -120,6 +120,7 @@ def check_that_a_node_may_die(nodes: Nodes, scripted, count: int) -> None:
             assert time.monotonic() < expires
 
 
+@pytest.mark.slow("starts a cluster and another node")
 def test_a_node_may_die(nodes, scripted):
     check_that_a_node_may_die(nodes, scripted, 300)
 
@@ -130,6 +131,7 @@ def test_a_node_may_die_under_ten_thousand_judgements(nodes, scripted):
     check_that_a_node_may_die(nodes, scripted, 10_000)
 
 
+@pytest.mark.slow("starts another node of a cluster")
 def test_sessions_go_on_when_their_node_dies(nodes, scripted):
     sessions = [f"s{number}" for number in range(8)]
     with (
@@ -167,6 +169,7 @@ def test_a_connection_that_dies_is_made_anew(nodes, scripted):
         assert cluster._driver is not killed
 
 
+@pytest.mark.slow("waits ten seconds for CPUs that are not there")
 def test_too_few_cpus_are_an_error_that_counts_them(nodes, scripted):
     cluster = RayCluster(nodes.address, cpus_per_worker=3, timeout_s=10)
     with cluster, pytest.raises(WorkerLostError) as raised:

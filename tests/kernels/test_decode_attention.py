@@ -1,5 +1,7 @@
 """Decode attention, shared keys and own keys in two parts, against one softmax."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxrl_post.kernels.decode_attention import (
     decode_attention,
 )
 from jaxrl_post.sharding import create_mesh
+from tests.tiers import daily
 
 NO_TOKEN = np.iinfo(np.int32).max
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -141,8 +144,14 @@ OPTIONS = {
 
 
 @every_implementation
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("queries", [1, 3])
+# Each option once, and all of them together, for one query or for several.
+@pytest.mark.parametrize(
+    ("queries", "name"),
+    daily(
+        itertools.product([1, 3], OPTIONS),
+        [(1, "plain"), (3, "window"), (1, "sinks"), (3, "all")],
+    ),
+)
 def test_both_parts_are_one_softmax(implementation, name, queries):
     arrays = case(queries=queries)
     options = dict(OPTIONS[name])
@@ -165,7 +174,8 @@ def test_without_shared_keys_it_is_attention_over_the_own_keys(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize("queries", [1, 3])
+# One query is a case of several.
+@pytest.mark.parametrize("queries", daily([1, 3], [3]))
 def test_keys_that_are_the_values_too(implementation, queries):
     arrays = case(queries=queries)
     shared = arrays["shared"]
@@ -213,7 +223,12 @@ def test_bfloat16_stays_bfloat16_and_near(implementation):
 @pytest.mark.meshes
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 @pytest.mark.parametrize(
-    ("spec", "kv_heads"), [("dp2,tp4", 4), ("dp2,tp4", 2), ("fsdp4,tp2", 8), ("dp8", 4)]
+    # Heads that tp divides, and heads that it does not; other meshes divide alike.
+    ("spec", "kv_heads"),
+    daily(
+        [("dp2,tp4", 4), ("dp2,tp4", 2), ("fsdp4,tp2", 8), ("dp8", 4)],
+        [("dp2,tp4", 4), ("dp2,tp4", 2)],
+    ),
 )
 def test_a_mesh_changes_nothing(implementation, spec, kv_heads):
     """Each part counts its own groups; heads that tp does not divide are whole."""

@@ -21,6 +21,7 @@ from tests.kernels.test_decode_attention import (
     oracle,
     run,
 )
+from tests.tiers import daily
 
 every_dtype = pytest.mark.parametrize("dtype", CODE_DTYPES)
 
@@ -83,7 +84,8 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_lost(dtype):
 
 @every_dtype
 @every_implementation
-@pytest.mark.parametrize("queries", [1, 3])
+# One query is a case of several.
+@pytest.mark.parametrize("queries", daily([1, 3], [3]))
 def test_attention_over_codes_is_that_over_what_they_mean(
     dtype, implementation, queries
 ):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxrl_post.losses import distill
 from jaxrl_post.sharding import create_mesh, named_shardings
 from jaxrl_post.tokens import Tokens
 from tests import tiny
+from tests.tiers import daily
 
 # Rows of several tiles; a group has up to 9 + 4 * 8 tokens.
 TILE, LENGTH = 8, 48
@@ -234,7 +236,12 @@ def _several_tiles(monkeypatch):
     monkeypatch.setattr(api, "TILE", TILE)
 
 
-@pytest.mark.parametrize("name", CASES)
+# A mean over sequences, one over tokens, a critic, pairs and distributions: what the
+# others divide and share is one of these.
+@pytest.mark.parametrize(
+    "name",
+    daily(CASES, ["grpo", "dapo", "ppo with a critic", "dpo", "distillation"]),
+)
 def test_trees_train_as_rows_that_repeat_the_prompt(name):
     assert_equal(outcome(name, True), outcome(name, False))
 
@@ -242,7 +249,11 @@ def test_trees_train_as_rows_that_repeat_the_prompt(name):
 # Pairs and desirable answers have a context alone in common. GRPO means over sequences,
 # DAPO over tokens.
 @pytest.mark.parametrize(
-    "name", ["grpo", "dapo", "gspo", "ppo with a critic", "sft", "distillation"]
+    "name",
+    daily(
+        ["grpo", "dapo", "gspo", "ppo with a critic", "sft", "distillation"],
+        ["grpo", "ppo with a critic", "sft"],
+    ),
 )
 def test_branches_train_as_rows_that_repeat_turns(name):
     assert_equal(outcome(name, True, deep=True), outcome(name, False, deep=True))
@@ -257,25 +268,21 @@ def test_branches_train_alike_on_a_mesh():
 
 # The others are in the longer tier, and guarded by these.
 EVERY_DAY = {
-    ("grpo", "fsdp4,tp2"),
-    ("ppo with a critic", "dp8"),
     ("dpo", "dp2,tp4"),
     ("distillation", "fsdp4,tp2"),
     ("grpo", "dp2,cp2,tp2"),
-    ("distillation", "fsdp2,cp4"),
 }
 
 
 @pytest.mark.meshes
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [
-        pytest.param(
-            name, mesh, marks=[] if (name, mesh) in EVERY_DAY else [pytest.mark.all]
-        )
-        for name in CASES
-        for mesh in ("dp8", "fsdp4,tp2", "dp2,tp4", "dp2,cp2,tp2", "fsdp2,cp4")
-    ],
+    daily(
+        itertools.product(
+            CASES, ["dp8", "fsdp4,tp2", "dp2,tp4", "dp2,cp2,tp2", "fsdp2,cp4"]
+        ),
+        EVERY_DAY,
+    ),
 )
 def test_trees_train_alike_on_every_mesh(name, mesh):
     assert_equal(outcome(name, True, mesh), outcome(name, False))

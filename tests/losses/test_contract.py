@@ -19,6 +19,7 @@ from jaxrl_post.losses import entropy, kl, reduce, whitening
 from jaxrl_post.metrics import Metric
 from tests.losses.contract import ROWS, batch, example, poisoned
 from tests.losses.contract_cases import CASES, EXCEPTIONS, public_names
+from tests.tiers import daily
 
 # For the tests of single modules.
 __all__ = ["example", "poisoned"]
@@ -39,6 +40,8 @@ OPTIONAL = {
     "valid": jnp.ones(ROWS, bool),
     "present": jnp.ones((ROWS, 4), bool),
 }
+# Of each module.
+FIRST = {name.partition(".")[0]: name for name in reversed(CASES)}
 # Its result has one place a segment and no optional array.
 PER_SEGMENT = "sequences.segment_totals"
 
@@ -333,7 +336,8 @@ def test_vmap_over_rows_equals_the_batch(name):
 
 
 @pytest.mark.meshes
-@over()
+# `vmap` guards the others: rows that are on their own there are so on devices too.
+@pytest.mark.parametrize("name", daily(CASES, FIRST.values()))
 def test_eight_devices_with_a_row_each_equal_the_batch(name):
     case = CASES[name]
     arrays = arrays_of(case)

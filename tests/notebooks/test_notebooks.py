@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ANOTHER_TRAINER = ROOT / "notebooks" / "grpo_in_another_trainer.ipynb"
-AGENT = ROOT / "notebooks" / "train_your_agent.ipynb"
 LARGEST = 400_000  # bytes
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -112,17 +111,12 @@ def run(path: Path, into: Path, *options: str) -> subprocess.CompletedProcess[st
     )
 
 
-# The others are quicker tests' work: their losses have tests of their own.
+# tests/launch/test_agents_guide.py trains the agent of the one for two steps and runs
+# its cells; the losses of the others have tests of their own.
 @needs_extra
+@pytest.mark.all
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=() if path == AGENT else pytest.mark.all)
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@each_notebook
 def test_runs_afresh(path, tmp_path):
     # A minute alone, and several with other tests running.
     result = run(path, tmp_path, "--cell-timeout=900")

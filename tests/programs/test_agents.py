@@ -110,7 +110,11 @@ def step_as_served(trainer, served, number):
     return metrics, groups
 
 
-@pytest.mark.parametrize(("branching", "steps"), [(False, 6), (True, 30)])
+# Thirty steps in the longer tier; four show the same.
+@pytest.mark.parametrize(
+    ("branching", "steps"),
+    [(False, 4), (True, 4), pytest.param(True, 30, marks=pytest.mark.all)],
+)
 def test_every_row_trains_what_was_served_and_nothing_else(served, branching, steps):
     with training(Letters(branching=branching)) as trainer:
         for number in range(1, steps + 1):
@@ -138,10 +142,11 @@ def test_an_agent_that_sends_token_ids_trains_what_was_served(served):
         assert heard[2].endswith("2=")
 
 
-def test_an_agent_of_a_framework_is_trained_as_it_is(served):
-    """30 steps of pydantic-ai, which keeps the conversation itself."""
+@pytest.mark.parametrize("steps", [4, pytest.param(30, marks=pytest.mark.all)])
+def test_an_agent_of_a_framework_is_trained_as_it_is(served, steps):
+    """Steps of pydantic-ai, which keeps the conversation itself."""
     with training(Conversing()) as trainer:
-        for number in range(1, 31):
+        for number in range(1, steps + 1):
             metrics, _ = step_as_served(trainer, served, number)
             # It sends back the served answers unchanged.
             assert metrics["env/agent_edited"] == metrics["env/agent_branched"] == 0
@@ -319,6 +324,7 @@ def test_an_agent_that_never_ends_is_closed_at_the_deadline():
             collected(trainer)
 
 
+@pytest.mark.slow("the agent that hangs has a deadline of ten seconds")
 def test_an_agent_that_hangs_is_stopped_at_its_deadline_alone(monkeypatch):
     closed, names = {}, {}
     take = Episodes.take

@@ -110,6 +110,7 @@ HARMS = {
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+@pytest.mark.slow("its fixture trains a run, with a model and an adapter")
 def test_a_run_without_its_initial_model_is_refused(copied, harm, recorded):
     run = Path(copied.run_dir)
     harm(run / "initial")

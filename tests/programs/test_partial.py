@@ -108,8 +108,14 @@ def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judg
 
 @pytest.mark.parametrize(
     ("name", "coefficient"),
-    [("distillation", 0.0), ("reinforce_plus_plus", 0.1), ("reinforce_plus_plus", 0.0)],
+    [
+        ("distillation", 0.0),
+        ("reinforce_plus_plus", 0.1),
+        # Without a KL the same log-probs are compared with nothing.
+        pytest.param("reinforce_plus_plus", 0.0, marks=pytest.mark.all),
+    ],
 )
+@pytest.mark.slow("compiles a trainer with a reference and partial episodes")
 def test_credit_compares_what_the_parameters_say_now(coin, judges, name, coefficient):
     """Log-probs of older parameters would bias the KL that is an advantage."""
     reference = "teacher" if name == "distillation" else None

@@ -13,6 +13,7 @@ from jaxrl_post.sampler.guessing import Guessing
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
 from tests.sampler.test_engine import assert_same_samples, detokenize, ids
+from tests.tiers import daily
 
 CONFIG = dataclasses.replace(tiny.CONFIG, max_length=128)
 SIZES = EngineConfig(
@@ -208,7 +209,8 @@ def test_with_a_cache_of_codes(params):
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("spec", ["dp4,tp2", "fsdp2,tp4"])
+# Slots and heads are divided on both; tests/sampler has other meshes in other files.
+@pytest.mark.parametrize("spec", daily(["dp4,tp2", "fsdp2,tp4"], ["dp4,tp2"]))
 def test_on_a_mesh(params, expected, spec):
     mesh = create_mesh(spec)
     placed = tiny.params(mesh=mesh)

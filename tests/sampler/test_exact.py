@@ -245,10 +245,11 @@ def test_every_recorded_logprob_is_the_trainers(family, dtype):
 @pytest.mark.parametrize(
     ("family", "dtype", "spec"),
     [
-        ("windows", tiny.BF16, "tp2"),
+        # The test above has these families, and those below these meshes.
+        pytest.param("windows", tiny.BF16, "tp2", marks=pytest.mark.all),
+        pytest.param("latent", tiny.BF16, "tp2", marks=pytest.mark.all),
         ("dense", tiny.BF16, "dp2,tp2"),
         ("experts", tiny.F32, "fsdp2,tp2"),
-        ("latent", tiny.BF16, "tp2"),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
 from tests.sampler.test_engine import assert_same_samples, mixed_requests
+from tests.tiers import daily
 
 SIZES = EngineConfig(
     num_slots=8,
@@ -85,7 +86,8 @@ def test_latents_are_quantised_too(params):
     assert 1e-4 < error(LATENT, own, "int8") < 0.02
 
 
-@every_dtype
+# What differs is where codes lie, whatever they are.
+@pytest.mark.parametrize("dtype", daily(CODE_DTYPES, CODE_DTYPES[:1]))
 def test_samples_are_the_same_whatever_the_batch(params, dtype):
     """Slots, lengths of bursts, chunks of prompts and rows of a pass differ."""
     _, expected = drawn(tiny.CONFIG, params, dtype)
@@ -112,7 +114,8 @@ def test_another_turn_reads_the_codes_of_the_first(params):
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("spec", ["dp4,tp2", "fsdp2,tp4"])
+# Slots and heads are divided on both; tests/sampler has other meshes in other files.
+@pytest.mark.parametrize("spec", daily(["dp4,tp2", "fsdp2,tp4"], ["dp4,tp2"]))
 def test_a_mesh_changes_nothing(params, spec):
     mesh = create_mesh(spec)
     moved = jax.tree.map(

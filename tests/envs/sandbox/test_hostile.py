@@ -1,10 +1,12 @@
 """No program that a model may write leaves the sandbox, stalls it, or stays in it."""
 
+import concurrent.futures
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,19 +25,36 @@ WAYS = [
 ]
 
 
-def run(way: str, command: list[str]) -> dict[str, list[str]]:
-    """Runs all programs in a process of its own, and returns what each did wrong."""
+# Many programs wait until they are stopped: so many run at a time.
+PARTS = 4
+
+
+def run(way: str, command: Callable[[int], list[str]]) -> dict[str, list[str]]:
+    """Runs all programs, and returns what each did wrong.
+
+    Each part of them has a process of its own, which `command` begins.
+    """
     requirement = available.require(way.split()[0])
-    done = subprocess.run(
-        [*command, "tests.envs.sandbox.hostile", requirement, *way.split()[1:]],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
+    older = way.split()[1:]
+
+    def ran(part: int) -> dict[str, list[str]]:
+        arguments = [requirement, f"{part}/{PARTS}", *older]
+        done = subprocess.run(
+            [*command(part), "tests.envs.sandbox.hostile", *arguments],
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return dict(map(json.loads, done.stdout.splitlines()))
+
+    with concurrent.futures.ThreadPoolExecutor(PARTS) as threads:
+        parts = [*threads.map(ran, range(PARTS))]
+    found = {name: faults for each in parts for name, faults in each.items()}
+    assert len(found) == sum(map(len, parts))
+    return found
 
 
 def mounts() -> list[str]:
@@ -57,19 +76,35 @@ def test_there_are_many_programs():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow("a hundred programs, twelve of which are stopped after a second")
 def test_no_program_does_harm(way):
-    found = run(way, [sys.executable, "-m"])
+    found = run(way, lambda _: [sys.executable, "-m"])
     assert set(found) == set(hostile.PROGRAMS)
     assert {name: faults for name, faults in found.items() if faults} == {}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow("a hundred programs, twelve of which are stopped after a second")
 def test_no_program_of_an_ordinary_user_does_harm(way, tmp_path):
     script = str(Path(__file__).with_name("ordinary_user.sh"))
     python = str(Path(sys._base_executable).resolve())
-    begin = [*mounts(), "sh", script, str(tmp_path), python]
-    found = run(way, [*begin, sys.base_prefix, str(PROJECT)])
+    begin = mounts()
+
+    def command(part: int) -> list[str]:
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        return [
+            *begin,
+            "sh",
+            script,
+            str(folder),
+            python,
+            sys.base_prefix,
+            str(PROJECT),
+        ]
+
+    found = run(way, command)
     assert set(found) == set(hostile.PROGRAMS)
     assert {name: faults for name, faults in found.items() if faults} == {}
 
@@ -89,6 +124,7 @@ def test_no_program_of_an_ordinary_user_does_harm(way, tmp_path):
         "asks for pairs of sockets that can be sent anywhere",
     ],
 )
+@pytest.mark.slow("a program that is not stopped waits for ten seconds")
 def test_the_programs_do_harm_where_nothing_holds_them(name, tmp_path):
     # So that the tests above can fail.
     machine = hostile.Machine(tmp_path)
