@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,31 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
-__all__ = ["DivergenceError", "Learner", "MismatchError", "Scorer", "begin_training"]
+__all__ = [
+    "DivergenceError",
+    "Learner",
+    "MismatchError",
+    "Scorer",
+    "Update",
+    "begin_training",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
 # Share of a batch's entries that hold a token, below which a run says so.
 POORLY_FILLED = 0.5
+
+
+class Update(NamedTuple):
+    """The result of an updater's step.
+
+    Attributes:
+        metrics: scalars by name.
+        tokens: that were sampled for the step, or read.
+    """
+
+    metrics: dict[str, float]
+    tokens: int
 
 
 class DivergenceError(RuntimeError):

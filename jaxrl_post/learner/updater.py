@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.credit import credited
-from jaxrl_post.learner.learner import Learner, MismatchError
+from jaxrl_post.learner.learner import Learner, MismatchError, Update
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Reference
 from jaxrl_post.learner.state import TrainState
@@ -30,24 +30,12 @@ from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Critic", "Update", "Updater", "longest_row", "longest_sequence"]
+__all__ = ["Critic", "Updater", "longest_row", "longest_sequence"]
 
 logger = logging.getLogger(__name__)
 
 # Metrics of how well sampler and trainer agree.
 FACTOR, UNEQUAL = "mismatch/token_mult_prob_error", "mismatch/unequal"
-
-
-class Update(NamedTuple):
-    """What an updater tells of a step.
-
-    Attributes:
-        metrics: scalars by name.
-        tokens: that were sampled for the step, or read.
-    """
-
-    metrics: dict[str, float]
-    tokens: int
 
 
 @dataclass

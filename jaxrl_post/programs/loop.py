@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jaxrl_post.learner.updater import Update
+from jaxrl_post.learner.learner import Update
 from jaxrl_post.programs.journal import RunJournal, Training
 from jaxrl_post.programs.run import Run
-from jaxrl_post.sampler.port import Sampler
 
 __all__ = [
     "BatchSource",
@@ -35,8 +34,8 @@ type Watch = Callable[[int, Mapping[str, float]], None]
 
 
 @runtime_checkable
-class Weights(Protocol):
-    """Hands the trained parameters to the sampler."""
+class Weights[Sampler](Protocol):
+    """Hands the trained parameters to the sampler, a `sampler.port.Sampler`."""
 
     def publish(self) -> Sampler:
         """Returns the sampler with the current parameters bound."""
@@ -48,10 +47,10 @@ class Weights(Protocol):
 
 
 @runtime_checkable
-class Producer[B](Protocol):
+class Producer[Buffer, Sampler](Protocol):
     """Fills a buffer, in turns with the updates."""
 
-    def feed(self, buffer: B, sampler: Sampler, number: int) -> dict[str, float]:
+    def feed(self, buffer: Buffer, sampler: Sampler, number: int) -> dict[str, float]:
         """Samples until the buffer has the batch of a step; returns metrics."""
         ...
 

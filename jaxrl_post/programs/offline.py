@@ -38,7 +38,7 @@ from jaxrl_post.examples.preferences import (
 from jaxrl_post.examples.tasks import TaskSets, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
-from jaxrl_post.learner.learner import Learner, begin_training
+from jaxrl_post.learner.learner import Learner, Update, begin_training
 from jaxrl_post.learner.model import Model, check_context, layout_table
 from jaxrl_post.learner.reference import (
     Reference,
@@ -47,7 +47,6 @@ from jaxrl_post.learner.reference import (
 )
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import ObjectiveFn
-from jaxrl_post.learner.updater import Update
 from jaxrl_post.models import Head
 from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.hub import Fetched, fetch_run

@@ -68,4 +68,4 @@ def test_files_of_every_kind_are_read():
     names = {str(path.relative_to(prose.ROOT)) for path in prose.sources()}
     kinds = {Path(name).suffix for name in names}
     assert kinds == {".py", ".md"}
-    assert {"README.md", "docs/serving.md", "launch/grpo.py"} <= names
+    assert {"README.md", "docs/how-to/serving.md", "launch/grpo.py"} <= names

@@ -141,7 +141,7 @@ def test_a_kl(page):
     assert contract.broken(algorithm) is None
     # Far from the reference it pulls less than each KL of the package.
     predictions, batch = contract._given(algorithm, 0.0, True, one_update=True)
-    batch = batch.replace(reference_logprobs=batch.reference_logprobs - 2.0)
+    batch = batch.replace(reference_logprobs=batch.reference_logprobs - 2.0)  # type: ignore[operator]
     losses = [
         float(each.objective(predictions, batch).loss.mean())
         for each in (
@@ -164,7 +164,7 @@ def test_a_correction(page):
     build = imported(name, "algorithm")
     assert contract.broken(build()) is None
     # Without all tokens that any rounding reaches, nothing is left to learn from.
-    assert "no gradient reaches" in contract.broken(build(most=-1.0))
+    assert "no gradient reaches" in str(contract.broken(build(most=-1.0)))
     row = trained(opened.run(*SPREADS))
     assert 0 < row["correction/kept"] <= 1
     assert "correction/weight" not in row

@@ -63,7 +63,7 @@ ENVIRONMENTS = [
     ),
     Fault(
         "a game may have too few turns",
-        "programs/agents.py::check_agents",
+        "programs/build/agents.py::check_agents",
         "turns < environment.most_calls",
         "turns < 1",
         "programs/test_agents.py",

@@ -217,7 +217,7 @@ SAMPLER = [
     Fault(
         "a prompt is read from a cache of older parameters",
         "sampler/engine.py::Engine._notice",
-        "self.scheduler.forget(restart=self._recompute)",
+        "self.scheduler.forget(restart=self.sizes.recompute_cache)",
         "pass",
         "sampler/test_engine.py sampler/test_cache.py",
     ),

@@ -294,8 +294,8 @@ SERVE = [
     Fault(
         "a streamed call loses its number",
         "serve/chat.py::_Choices.piece",
-        "_called(self.served, call, told.calls + at)",
-        "_called(self.served, call, told.calls + at + 1)",
+        "_called(served, call, told.calls + at)",
+        "_called(served, call, told.calls + at + 1)",
         "serve/test_chat.py",
     ),
     Fault(

@@ -30,14 +30,14 @@ TOOLS = [
     ),
     Fault(
         "tools are not written into the prompt",
-        "rollout/collector.py::Collector.start",
+        "rollout/dialogue.py::Dialogue.begin",
         "self.codec.render(task.messages, task.tools)",
         "self.codec.render(task.messages)",
         EPISODES,
     ),
     Fault(
         "arguments between tags have no types in an episode",
-        "rollout/collector.py::Collector._completed",
+        "rollout/dialogue.py::Dialogue._completed",
         "self.codec.read(prompt, said, flight.task.tools)",
         "self.codec.read(prompt, said)",
         EPISODES,
