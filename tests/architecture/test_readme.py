@@ -80,3 +80,13 @@ def test_paths_in_the_architecture_exist():
     missing = [p for p in paths if not any((root / p).is_file() for root in roots)]
     assert len(paths) > 10
     assert all(path.endswith("/NAME.py") for path in missing)
+
+
+def test_a_stranger_reads_a_step_in_thirteen_files_and_the_house_in_250_lines():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
+    step = re.findall(r"^\| `((?:\w+/)+\w+\.py)` \|", text, re.MULTILINE)
+    assert step[0] == "programs/loop.py"
+    assert len(step) <= 13
+    # The loop itself fits on a screen or two.
+    assert len((ROOT / "jaxrl_post" / step[0]).read_text().splitlines()) <= 170
