@@ -1,0 +1,1 @@
+"""Opens the parts of a run, once for every program: engine, collector, trainer."""

@@ -1,0 +1,170 @@
+"""Opens the sampler of a program, with sizes from its options."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxrl_post import pretrained
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.learner.model import Model, context_of
+from jaxrl_post.learner.reference import require_same_ids
+from jaxrl_post.programs.build.layouts import SamplerLayout
+from jaxrl_post.rollout.weights import Published
+from jaxrl_post.sampler import Draft, Engine, EngineConfig
+from jaxrl_post.sharding import MeshError, split_size
+
+__all__ = ["bound_engine", "cache_dtype", "engine_sizes", "make_engine"]
+
+
+def bound_engine(model: Model, sizes: EngineConfig, *, seed: int) -> Published:
+    """Makes a sampler of a model that is not trained, with its parameters bound.
+
+    Args:
+        model: on its mesh.
+        sizes: of the sampler.
+        seed: of the sampling noise.
+
+    Raises:
+        ValueError: the sizes do not fit the model.
+    """
+    engine = Engine(
+        model.config,
+        sizes,
+        seed=seed,
+        dtype=model.dtype,
+        mesh=model.mesh,
+        rules=model.rules,
+        detokenize=model.tokenizer.decode,
+    )
+    return Published(engine, model.whole(model.params), version=0)
+
+
+def make_engine(
+    rollout: RolloutConfig,
+    model: Model,
+    weights: SamplerLayout,
+    *,
+    seed: int,
+    exact: bool = False,
+    kept_ids: int = 0,
+    kernels: Implementation = "auto",
+) -> Engine:
+    """Makes a sampler with sizes from the configuration.
+
+    Args:
+        rollout: how samples are drawn.
+        model: architecture and tokenizer; its parameters are not used.
+        weights: the sampler's mesh and dtype.
+        seed: of the sampling noise.
+        exact: as `EngineConfig` has it.
+        kept_ids: as `EngineConfig` has it.
+        kernels: as `Engine` has it.
+    """
+    sizes = engine_sizes(
+        rollout,
+        split_size("batch", weights.mesh, model.rules.with_context_as_batch()),
+        stop_ids=len(model.tokenizer.stop_ids),
+    )
+    return Engine(
+        model.config,
+        dataclasses.replace(
+            sizes,
+            kept_ids=kept_ids,
+            recompute_cache=rollout.recompute_cache,
+            exact=exact,
+        ),
+        seed=seed,
+        dtype=cache_dtype(rollout, weights.dtype),
+        mesh=weights.mesh,
+        rules=model.rules,
+        detokenize=model.tokenizer.decode,
+        draft=_open_draft(rollout.draft, model, weights, sizes.max_length),
+        kernels=kernels,
+    )
+
+
+def _open_draft(
+    directory: str | None, model: Model, weights: SamplerLayout, longest: int
+) -> Draft | None:
+    """Opens the model that guesses, on the sampler's mesh.
+
+    Raises:
+        ConfigError: its tokenizer has other ids than the sampled model's, or its
+            context is shorter than the longest sample.
+        MeshError: the mesh does not divide it.
+    """
+    if directory is None:
+        return None
+    require_same_ids(directory, model, "--rollout.draft")
+    layout = {"mesh": weights.mesh, "rules": model.rules, "dtype": weights.dtype}
+    try:
+        config, params = pretrained.load(directory, head="lm", **layout)
+    except MeshError as error:
+        raise MeshError(f"--rollout.draft: {error}") from error
+    context = context_of(config)
+    if context < longest:
+        raise ConfigError(
+            f"--rollout.draft: {directory} has a context of {context} tokens, shorter "
+            f"than a prompt and its completion, {longest}; use a model with a longer "
+            "one, or drop the option"
+        )
+    return Draft(config, params)
+
+
+def cache_dtype(rollout: RolloutConfig, dtype: DTypeLike) -> jnp.dtype:
+    """Dtype of the sampler's cache.
+
+    Args:
+        rollout: how samples are drawn.
+        dtype: of the sampler's parameters.
+
+    >>> cache_dtype(RolloutConfig(cache_dtype="float8"), "bfloat16").name
+    'float8_e4m3fn'
+    """
+    if rollout.cache_dtype == "float8":
+        return jnp.dtype(jnp.float8_e4m3fn)
+    return jnp.dtype(rollout.cache_dtype or dtype)
+
+
+def engine_sizes(rollout: RolloutConfig, split: int, *, stop_ids: int) -> EngineConfig:
+    """Sizes of a run's sampler.
+
+    Args:
+        rollout: how samples are drawn.
+        split: parts into which the sampler's mesh splits a batch; the slots fill them.
+        stop_ids: number of the tokenizer's stop ids.
+
+    Raises:
+        ConfigError: the cache would not hold one sample.
+
+    >>> engine_sizes(RolloutConfig(max_prompt_tokens=64), 16, stop_ids=1).num_slots
+    256
+    """
+    prompts = rollout.prompts_per_step + rollout.partial
+    slots = rollout.num_slots or prompts * rollout.samples_per_prompt
+    calls = -(-rollout.max_tokens // 32)
+    sizes = EngineConfig(
+        num_slots=-(-slots // split) * split,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_tokens=rollout.max_tokens,
+        steps_per_call=rollout.steps_per_call or -(-rollout.max_tokens // calls),
+        max_stop_ids=max(4, stop_ids),
+        cache_tokens=rollout.cache_tokens,
+        guesses=rollout.guesses,
+        guess_rows=rollout.guess_rows,
+    )
+    if rollout.cache_tokens:
+        try:
+            sizes.num_pages(split)
+        except ValueError as error:
+            raise ConfigError(f"--rollout.cache-tokens: {error}") from error
+        return sizes
+    if rollout.max_turns > 1 or rollout.partial:
+        # Samples of a prompt differ in their later turns, and where they were stopped.
+        tokens = sizes.cache_for_turns(rollout.max_turns)
+    else:
+        tokens = sizes.cache_for_groups(rollout.samples_per_prompt, split)
+    return dataclasses.replace(sizes, cache_tokens=tokens)

@@ -1,0 +1,166 @@
+"""Joins the parts of a run that samples to its trainer."""
+
+import functools
+
+from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.horizon import optimizer_steps
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.data.prompts import task_indices
+from jaxrl_post.envs import Environment
+from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.learner.critic import open_critic
+from jaxrl_post.learner.learner import Learner, begin_training
+from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.reference import beside_teacher, open_reference
+from jaxrl_post.learner.state import TrainState
+from jaxrl_post.learner.updater import Critic, Updater, longest_sequence
+from jaxrl_post.programs.build.judge import open_judge
+from jaxrl_post.programs.build.layouts import SamplerLayout
+from jaxrl_post.programs.experience import Experience, make_buffer
+from jaxrl_post.programs.rl import Colocated, Imitated, OnlineTrainer
+from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.rollout.collector import Collector
+from jaxrl_post.sampler import Engine
+
+__all__ = ["make_trainer", "make_updater"]
+
+
+def make_updater(
+    config: RLConfig,
+    model: Model,
+    algorithm: Algorithm,
+    environment: Environment,
+    *,
+    begun: tuple[Learner, TrainState] | None = None,
+) -> Updater:
+    """Makes what trains the policy, with its critic and its reference.
+
+    Args:
+        config: of the run.
+        model: to train.
+        algorithm: says which parts are needed.
+        environment: for messages.
+        begun: learner and state of the policy, if they were made before.
+
+    Raises:
+        ConfigError: a critic or a reference cannot be opened.
+    """
+    policy_steps, critic_steps = optimizer_steps(config)
+    longest = longest_sequence(config)
+    begin = functools.partial(
+        begin_training,
+        update=config.update,
+        temperature=config.rollout.temperature,
+        kernels=config.kernels,
+    )
+    critic = None
+    if algorithm.value_objective is not None:
+        value_model = open_critic(
+            config.critic, model, seed=config.seed, longest=longest
+        )
+        learner, state = begin(
+            value_model,
+            algorithm.value_objective,
+            config.critic.optimizer,
+            num_steps=critic_steps,
+        )
+        critic = Critic(value_model, learner, state)
+    learner, state = begun or begin(
+        model,
+        algorithm.objective,
+        config.optimizer,
+        num_steps=policy_steps,
+        exact=config.exact,
+    )
+    reference = None
+    if algorithm.needs_reference or algorithm.divergence is not None:
+        reference = open_reference(
+            model,
+            learner,
+            config.algorithm.reference,
+            "--algorithm.reference",
+            longest=longest,
+        )
+    if reference is not None and algorithm.divergence is not None:
+        learner = beside_teacher(
+            learner,
+            reference,
+            algorithm.divergence,
+            temperature=config.distill.temperature,
+        )
+    return Updater(
+        config=config,
+        model=model,
+        algorithm=algorithm,
+        learner=learner,
+        state=state,
+        reference=reference,
+        critic=critic,
+        environment=environment.name,
+    )
+
+
+def make_trainer(
+    updater: Updater,
+    environment: Environment,
+    collector: Collector,
+    engine: Engine,
+    layout: SamplerLayout,
+    *,
+    demonstrations: Demonstrations | None = None,
+    directory: RunDirectory | None = None,
+) -> OnlineTrainer:
+    """Makes the trainer of a run that samples.
+
+    Args:
+        updater: with the config, the model and the algorithm of the run.
+        environment: has the tasks.
+        collector: runs episodes.
+        engine: the sampler.
+        layout: where the sampler has the parameters.
+        demonstrations: to train on instead of episodes; None for episodes.
+        directory: of the run; None to log no samples.
+
+    Raises:
+        ConfigError: the reward model cannot be opened.
+    """
+    config, model, algorithm = updater.config, updater.model, updater.algorithm
+    size = len(environment.tasks("train"))
+    if demonstrations is not None:
+        size = demonstrations.size("train")
+    by_part = algorithm.reads == "components"
+    experience = Experience(
+        config=config,
+        environment=environment,
+        stop_ids=model.tokenizer.stop_ids,
+        collector=collector,
+        indices=task_indices(size, config.seed),
+        greedy=algorithm.reads == "greedy",
+        by_part=by_part,
+        judge=open_judge(
+            config.reward,
+            mesh=model.mesh,
+            rules=model.rules,
+            dtype=model.dtype,
+            now=model.tokenizer.now,
+        ),
+    )
+    weights = Colocated(engine, layout, updater)
+    if demonstrations is None:
+        return OnlineTrainer(
+            make_buffer(config, by_part=by_part),
+            updater,
+            weights=weights,
+            producer=experience,
+            experience=experience,
+            directory=directory,
+        )
+    rollout = config.rollout
+    count = rollout.prompts_per_step * rollout.samples_per_prompt
+    return OnlineTrainer(
+        Imitated(demonstrations, experience, model, count),
+        updater,
+        weights=weights,
+        experience=experience,
+        directory=directory,
+    )
