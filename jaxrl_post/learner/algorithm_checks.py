@@ -105,9 +105,9 @@ def _check_turns(config: RLConfig, algorithm: Algorithm) -> None:
         )
     if options.turn_credit == "turns" and algorithm.turn_credit == "averages":
         raise ConfigError(
-            f"--algorithm.turn-credit turns: the ratio of {name} is that of a whole "
-            "sequence, in which the credit of its turns averages out; use outcome, or "
-            "an algorithm such as grpo or gspo"
+            f"--algorithm.turn-credit turns: {name} has one ratio for a sequence, "
+            "in which the credit of its turns averages out; use outcome, or an "
+            "algorithm such as grpo or gspo"
         )
     if options.turn_discount != 1.0 and algorithm.turn_credit == "rewards":
         raise ConfigError(
