@@ -35,7 +35,7 @@ class CheckpointError(RuntimeError):
 
 
 def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
-    """Combines shapes and shardings to the target of `Checkpoints.restore`.
+    """Combines shapes and shardings into the target of `Checkpoints.restore`.
 
     Args:
         shapes: shapes and dtypes from `jax.eval_shape`.

@@ -63,7 +63,7 @@ class DivergenceError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """Sampler and trainer give tokens other log-probs; no optimizer step was taken."""
+    """Log-probs of sampler and trainer differ too much; no optimizer step was taken."""
 
 
 @dataclass(frozen=True)

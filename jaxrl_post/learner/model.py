@@ -139,7 +139,7 @@ class Model:
 
 
 def is_stored(name: str) -> bool:
-    """Whether a model is in a directory; if not, it is a preset, or nothing.
+    """Whether a model is a directory; otherwise it is a preset, or does not exist.
 
     A directory without config.json may have the name of a preset, and is none then.
     """
@@ -149,7 +149,7 @@ def is_stored(name: str) -> bool:
 
 @contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Puts the option of a model before errors of its files, and --mesh before its."""
+    """Names the option in errors of a model's files, and --mesh in errors of a mesh."""
     try:
         yield
     except MeshError as error:
@@ -274,8 +274,8 @@ def save_model(
     Of several processes all call it, process 0 writes, and the call ends in all of
     them when the model is whole.
 
-    A value head is left out, because the policy is saved. An adapter is merged, and
-    also saved by itself in the same directory, in PEFT's format.
+    The value head of "lm+value" is left out, because the policy is saved. An adapter is
+    merged, and also saved by itself in a directory next to `target`, in PEFT's format.
 
     Args:
         target: the directory to make.

@@ -70,8 +70,9 @@ def require_same_ids(directory: str | None, model: Model, option: str) -> None:
         return
     if not read_tokenizer(directory, option).same_ids(model.tokenizer):
         raise ConfigError(
-            f"{option}: {directory} has other token ids than {model.name}, so their "
-            "log-probs cannot be compared. Use a model of the same family"
+            f"{option}: the tokenizer of {directory} has other ids than "
+            f"{model.name}'s; token by token they cannot be compared. Use a model of "
+            "the same family"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks that the processes of a run have the same options, code and state.
+"""Checks that the processes of a run share options, code, state and directory.
 
 Every check names the first difference. A run of one process passes all of them at once.
 """

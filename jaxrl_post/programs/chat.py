@@ -280,7 +280,7 @@ def _model(config: ChatConfig, console: Console) -> Model:
     if (run / "checkpoints").is_dir() and (
         config.step is not None or not (finished / "config.json").is_file()
     ):
-        # `convert` can read all checkpoints of a run, such as an adapter and its base.
+        # `convert` can read every kind of run, such as an adapter and its base.
         with tempfile.TemporaryDirectory(prefix="chat-") as folder:
             output = str(Path(folder) / "model")
             made = ConvertConfig(

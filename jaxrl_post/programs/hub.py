@@ -80,7 +80,7 @@ class Fetched[Config]:
     names: Mapping[str, Any] = field(default_factory=dict)
 
     def named[Other](self, config: Other) -> Other:
-        """Puts the names back into a configuration."""
+        """Replaces the local paths in a configuration by their names on the hub."""
         for path, name in self.names.items():
             config = _replaced(config, path, name)
         return config

@@ -344,7 +344,7 @@ class _Drawing:
 
 @dataclass
 class _FeedUpdater:
-    """Has the reference score a batch, and takes one optimizer step of it."""
+    """Scores a batch with the reference, and takes one optimizer step on it."""
 
     feed: Feed
     state: TrainState

@@ -365,7 +365,7 @@ def check_same_run(directory: RunDirectory, config: RunConfig) -> None:
 
 
 def _measured_as[Config: RunConfig](saved: RunDescription, config: Config) -> Config:
-    """Fills in what a run measures from the description of the run itself."""
+    """Fills in the measured length of prompts from the run's own description."""
     if not isinstance(config, RLConfig) or config.rollout.max_prompt_tokens:
         return config
     before = flattened(saved.config).get("rollout.max_prompt_tokens", 0)

@@ -242,12 +242,12 @@ def served_model(config: ServeConfig, model: Model, service: Service) -> Served:
 
 
 def _name(model: str) -> str:
-    """A name for clients: of a directory its own, and a name on the hub as it is."""
+    """The model's name for clients: the directory's name, or the name on the hub."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 class _Server(uvicorn.Server):
-    """A server that ends its answers before it ends."""
+    """A server that ends its answers before it stops."""
 
     def __init__(self, app: Starlette, service: Service, grace_s: float) -> None:
         self._service, self._grace_s = service, grace_s
@@ -258,7 +258,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                # Running requests are stopped after `grace_s`, and answered with that.
+                # Running requests are stopped after `grace_s`; their answers say so.
                 timeout_graceful_shutdown=int(grace_s) + 5,
             )
         )

@@ -300,7 +300,7 @@ def sequences(
     skip_truncated: bool = False,
     mark_truncated: bool = False,
 ) -> list[packing.Sequence]:
-    """Makes training sequences of all episodes that did not fail; several of an agent's.
+    """Makes training sequences of episodes that did not fail; of an agent's, several.
 
     Args:
         groups: as for `advantages`.

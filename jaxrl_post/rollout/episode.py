@@ -129,7 +129,7 @@ class Episode:
     def tokens(self) -> Tokens:
         """All tokens as the sampler saw them; the text is never tokenised again.
 
-        With `segments`, all sequences follow each other.
+        With `segments`, the sequences follow one another.
         """
         return Tokens.concatenate(
             piece for turn in self.turns for piece in (turn.context, turn.sampled)

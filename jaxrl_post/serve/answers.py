@@ -320,7 +320,7 @@ def with_likeliest(
     *,
     constrained: bool,
 ) -> list[dict[str, Any]]:
-    """An entry for each token from `first` on, with entries of the `count` likeliest."""
+    """An entry for each token from `first` on, with its `count` likeliest tokens."""
     values = logprobs_of(update.tokens, constrained=constrained)[first:].tolist()
     ids = update.tokens.ids[first:].tolist()
     tops = likeliest(served, update, first, count, constrained=constrained)

@@ -62,7 +62,7 @@ def test_the_draft_guesses_for_the_runs_sampler(model, save):
 
 def test_a_draft_with_other_tokens_is_refused(model, save):
     other = Tokenizer.train(["other words"], vocab_size=CONFIG.vocab_size)
-    with pytest.raises(ConfigError, match=r"--rollout.draft: .* other token ids than"):
+    with pytest.raises(ConfigError, match=r"--rollout.draft: .* has other ids than"):
         engine_of(model, save(other))
 
 

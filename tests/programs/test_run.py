@@ -352,9 +352,9 @@ def test_a_prompt_for_which_no_room_is_left_blames_the_completion(tmp_path):
     ("option", "message"),
     [
         ("reward", "--reward.model: .* is no reward model, its head is 'lm'"),
-        ("draft", "--rollout.draft: .* has other token ids than"),
-        ("reference", "--algorithm.reference: .* has other token ids than"),
-        ("critic", "--critic.model: .* has other token ids than"),
+        ("draft", "--rollout.draft: the tokenizer of .* has other ids than"),
+        ("reference", "--algorithm.reference: the tokenizer of .* has other ids than"),
+        ("critic", "--critic.model: the tokenizer of .* has other ids than"),
     ],
 )
 @pytest.mark.usefixtures("no_warm_start")

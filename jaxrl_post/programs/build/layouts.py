@@ -27,7 +27,7 @@ __all__ = ["SamplerLayout", "gathered_bytes", "same_devices", "sampler_layout"]
 
 @dataclass
 class SamplerLayout:
-    """Layout and dtype of the sampler's parameters, and their way from the trainer.
+    """Layout and dtype of the sampler's parameters, and how they are published.
 
     Attributes:
         mesh: the sampler's mesh, on the trainer's devices.
