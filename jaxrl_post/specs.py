@@ -173,7 +173,7 @@ def named_parameters(
 
 
 def _wanted(parameter: inspect.Parameter) -> Any:
-    """The type of a parameter: its annotation, else that of a number's default."""
+    """The type of a parameter: its annotation, else the type of a number's default."""
     kind = type(parameter.default)
     if parameter.annotation is not parameter.empty or kind not in (bool, int, float):
         return parameter.annotation

@@ -1,6 +1,6 @@
-"""How long tests take: a record that is committed, and why the slow ones are slow.
+"""A committed record of the tests' durations, and the reasons of slow tests.
 
-`make test ARGS=--record-durations` writes the record anew, on a machine that does
+`make test ARGS=--record-durations` writes the record again, on a machine that does
 nothing else. What is checked is the record and not the clock of a run, so that no test
 fails on a slow machine: a test above `SLOW_S` in it says why by
 `pytest.mark.slow("why")`.
@@ -56,7 +56,7 @@ def recorded(tests: dict[str, float]) -> dict[str, dict[str, float]]:
 def unexplained(
     tests: dict[str, float], collected: dict[str, pytest.Mark | None]
 ) -> list[str]:
-    """What is wrong with the marks of collected tests, by a record's seconds."""
+    """Faults in the marks of collected tests, by a record's seconds."""
     wrong = []
     for name, mark in collected.items():
         if mark is not None and not (mark.args and isinstance(mark.args[0], str)):

@@ -1,4 +1,4 @@
-"""Cases of a law, of which some are enough in `make test`."""
+"""Cases of a law; some of them are enough in `make test`."""
 
 from collections.abc import Container, Iterable
 from typing import Any

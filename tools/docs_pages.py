@@ -83,7 +83,7 @@ def metrics_tables() -> str:
 
 
 def served_table() -> str:
-    """What /metrics of launch.serve counts, as its registry says."""
+    """A table of the metrics at /metrics of launch.serve, from its registry."""
     from jaxrl_post.serve.metrics import Metrics
 
     lines = _heading("Metric", "Labels", "Meaning")
@@ -150,7 +150,7 @@ def _section(prefix: str, config: Any, *, is_free: bool) -> list[str]:
 
 
 def descriptions(config: type) -> dict[str, str]:
-    """What a docstring says of each attribute, also in its base classes."""
+    """Descriptions of the attributes in a docstring, also in its base classes."""
     found: dict[str, str] = {}
     for each in reversed(config.__mro__[:-1]):
         parsed = docstring_parser.parse(each.__doc__ or "")
@@ -215,7 +215,7 @@ def _heading(*names: str) -> list[str]:
 def _cell(text: str) -> str:
     """A text in a cell of a table: options and metrics as code, the rest as text."""
     parts = re.sub(r"\s+", " ", text).strip().replace("|", "\\|").split("`")
-    # What stands between two backticks is code already.
+    # Text between two backticks is code already.
     parts[::2] = [_marked(part) for part in parts[::2]]
     return "`".join(parts)
 

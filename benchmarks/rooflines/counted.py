@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 ITEM = 2  # bytes of a bfloat16 number
-# Of the logits of a step, in XLA's program as it is compiled for a v5e: logits and
+# Passes over the logits of a step, in XLA's program as compiled for a v5e: logits and
 # weights are written, each is read, and the weights are copied into another layout.
 LOGIT_PASSES = 6
 

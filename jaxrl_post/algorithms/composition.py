@@ -39,7 +39,7 @@ __all__ = [
     "shared_names",
 ]
 
-# What the parts are called with.
+# The arguments that each part receives.
 _TAKES = {
     "policy_loss": (
         "policy_logprobs", "proximal_logprobs", "advantages", "mask", "segment_ids",

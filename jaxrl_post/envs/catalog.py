@@ -63,7 +63,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "verifiers": Verifiers,
     "world": World,
 }
-# What the methods of an environment are called with.
+# The arguments that the methods of an environment receive.
 _METHODS = {
     "tasks": ("split",),
     "demonstration": ("task",),

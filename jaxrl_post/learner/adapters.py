@@ -33,7 +33,7 @@ from jaxrl_post.types import Array, TokenBatch
 
 __all__ = ["AdaptedPolicy", "lora_of", "with_adapter"]
 
-# The fully trained parameters beside an adapter, by head. A language model lacks them,
+# The fully trained parameters next to an adapter, by head. A language model lacks them,
 # so they start at zero.
 HEADS: dict[Head, tuple[str, ...]] = {
     "lm": (),
@@ -68,7 +68,7 @@ def lora_of(
 ) -> LoRAConfig | None:
     """Returns the adapter's config for a model; None for a rank of 0.
 
-    A value or process head is fully trained beside the adapter.
+    A value or process head is fully trained next to the adapter.
 
     Args:
         config: the adapter's options.

@@ -101,7 +101,7 @@ def _built(
     critic: CriticConfig,
     distill: DistillConfig,
 ) -> Algorithm:
-    """The algorithm itself, before options are compared with what it says it is."""
+    """Builds the algorithm alone, before options are checked against its attributes."""
     if config.name == "distillation" and distill.divergence != "sampled":
         return distribution_distillation(divergence=_divergence(distill))
     name = config.name.partition("?")[0]

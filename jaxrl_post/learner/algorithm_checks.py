@@ -1,4 +1,4 @@
-"""Checks of a run's options against its algorithm, by what the algorithm says it is."""
+"""Checks a run's options against the attributes of its algorithm."""
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.errors import ConfigError
@@ -56,7 +56,7 @@ def check_run(config: RLConfig, algorithm: Algorithm) -> None:
 
 
 def _check_teacher(config: RLConfig) -> None:
-    """Refuses options that change nothing of what a student learns."""
+    """Refuses options that have no effect on a student."""
     if config.exact:
         raise ConfigError(
             f"--exact: {config.algorithm.name} has no ratio of trainer and sampler; "
@@ -75,7 +75,7 @@ def _check_teacher(config: RLConfig) -> None:
 
 
 def _check_parts(config: RLConfig) -> None:
-    """Refuses what changes the whole reward alone, where its parts are read."""
+    """Refuses options of the whole reward, as the algorithm reads its parts."""
     name = config.algorithm.name
     if config.rollout.overlong_buffer:
         raise ConfigError(
@@ -96,7 +96,7 @@ def _check_parts(config: RLConfig) -> None:
 
 
 def _check_turns(config: RLConfig, algorithm: Algorithm) -> None:
-    """Refuses a credit of turns that the algorithm does not give."""
+    """Refuses options of turns' credit that the algorithm does not support."""
     options, name = config.algorithm, config.algorithm.name
     if options.turn_credit == "turns" and algorithm.turn_credit == "outcome":
         raise ConfigError(
@@ -105,9 +105,9 @@ def _check_turns(config: RLConfig, algorithm: Algorithm) -> None:
         )
     if options.turn_credit == "turns" and algorithm.turn_credit == "averages":
         raise ConfigError(
-            f"--algorithm.turn-credit turns: the ratio of {name} is that of a whole "
-            "sequence, in which the credit of its turns averages out; use outcome, or "
-            "an algorithm such as grpo or gspo"
+            f"--algorithm.turn-credit turns: {name} has one ratio for a sequence, "
+            "in which the credit of its turns averages out; use outcome, or an "
+            "algorithm such as grpo or gspo"
         )
     if options.turn_discount != 1.0 and algorithm.turn_credit == "rewards":
         raise ConfigError(

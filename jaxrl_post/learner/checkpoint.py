@@ -35,7 +35,7 @@ class CheckpointError(RuntimeError):
 
 
 def abstract_state(shapes: TrainState, layout: TrainState) -> TrainState:
-    """Combines shapes and shardings to the target of `Checkpoints.restore`.
+    """Combines shapes and shardings into the target of `Checkpoints.restore`.
 
     Args:
         shapes: shapes and dtypes from `jax.eval_shape`.
@@ -159,7 +159,7 @@ class Checkpoints:
             move(self.directory / str(step), aside)
             _log.warning(
                 "checkpoint: step %d in %s is damaged: %s. It is set aside as %s, and "
-                "the run goes on from the one before",
+                "the run continues from the one before",
                 step,
                 self.directory,
                 why,
@@ -203,7 +203,7 @@ class Checkpoints:
         """Starts to write a checkpoint; returns once the arrays are copied.
 
         Args:
-            step: the run's step, greater than that of the last checkpoint.
+            step: the run's step, greater than the last checkpoint's.
             state: the state; may be donated once this method returns.
             iterator: iterator of the training tasks.
             meta: JSON values.
@@ -295,7 +295,7 @@ class Checkpoints:
             CheckpointError: the parameters do not fit `shapes` or cannot be read.
         """
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        with self._reading(step, hint=". Are they those of another model?"):
+        with self._reading(step, hint=". Are they another model's?"):
             stored = self._stored(step)
             masters = any(name.startswith("master.") for name in stored)
             root = "master" if dtype == jnp.float32 and masters else "params"

@@ -79,7 +79,7 @@ class Feed:
         return Drawn(self._scored(drawn.batch), measured)
 
     def ready(self, params: PyTree, drawn: Drawn) -> TokenBatch:
-        """Adds the measurement under `params`, those at the beginning of a step."""
+        """Adds the measurement under `params`, from the beginning of a step."""
         if drawn.measured is None:
             return drawn.batch
         # `evaluate` adds sums over microbatches, so their size does not matter.

@@ -63,7 +63,7 @@ class DivergenceError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """Sampler and trainer give tokens other log-probs; no optimizer step was taken."""
+    """Log-probs of sampler and trainer differ too much; no optimizer step was taken."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def begin_training(
         model: the model; the state uses its arrays, and the first update donates them.
         objective: as `Learner.objective`.
         optimizer_config: options of AdamW and its schedule.
-        update: options of an update, such as those of routers.
+        update: options of an update, such as weights of routers' losses.
         num_steps: number of optimizer steps after which a schedule ends.
         temperature: the sampling temperature, which divides the logits.
         exact: as `Policy.exact`.

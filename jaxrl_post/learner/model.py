@@ -139,7 +139,7 @@ class Model:
 
 
 def is_stored(name: str) -> bool:
-    """Whether a model is in a directory; if not, it is a preset, or nothing.
+    """Whether a model is a directory; otherwise it is a preset, or does not exist.
 
     A directory without config.json may have the name of a preset, and is none then.
     """
@@ -149,7 +149,7 @@ def is_stored(name: str) -> bool:
 
 @contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Puts the option of a model before errors of its files, and --mesh before its."""
+    """Names the option in errors of a model's files, and --mesh in errors of a mesh."""
     try:
         yield
     except MeshError as error:
@@ -181,7 +181,7 @@ def open_model(
         head: head of the model; if the directory has no value head, it gets zeros.
         rules: mesh axes of every logical axis.
         option: name of the option that gives `name`, for errors.
-        template: what its chat template reads beside a conversation.
+        template: the date and variables that its chat template reads.
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
@@ -274,8 +274,8 @@ def save_model(
     Of several processes all call it, process 0 writes, and the call ends in all of
     them when the model is whole.
 
-    A value head beside the vocabulary is left out, because the policy is saved. An
-    adapter is merged, and also saved by itself, beside the model, in PEFT's format.
+    The value head of "lm+value" is left out, because the policy is saved. An adapter is
+    merged, and also saved by itself in a directory next to `target`, in PEFT's format.
 
     Args:
         target: the directory to make.
@@ -348,7 +348,7 @@ def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
 
 @dataclass(frozen=True)
 class SamplerMemory:
-    """What a sampler keeps in memory.
+    """Arrays that a sampler keeps in memory.
 
     Attributes:
         cache: keys and values.
@@ -459,13 +459,13 @@ def check_sample(
     if prompt + completion > limit:
         raise ConfigError(
             f"{option}: a prompt and its completion must have at most {limit} tokens, "
-            f"{_limit_is(config)}; got {completion} beside {beside} {prompt}, which is "
+            f"{_limit_is(config)}; got {completion} with {beside} {prompt}, which is "
             f"{prompt + completion}; lower one of them"
         )
 
 
 def _limit_is(config: ModelConfig) -> str:
-    """What limits the length of a sequence, for messages."""
+    """The reason for the limit of a sequence's length, for messages."""
     if context_of(config) < config.max_length:
         return "up to which the model's rope_scaling is the same for all sequences"
     return "the model's context"
@@ -474,10 +474,10 @@ def _limit_is(config: ModelConfig) -> str:
 def check_beside(
     config: ModelConfig, directory: str, longest: int, option: str
 ) -> None:
-    """Refuses a model beside the trained one that cannot read all sequences.
+    """Refuses a second model, such as a reference, that cannot read all sequences.
 
     Args:
-        config: of the model beside it.
+        config: of the second model.
         directory: where the model is from.
         longest: tokens of the longest sequence.
         option: name of the directory's command-line option.
@@ -497,7 +497,7 @@ def check_beside(
 
 
 def _gradient_bytes(model: Model) -> int:
-    """The sums over microbatches, and a microbatch's own in the parameters' dtype."""
+    """Bytes of the summed gradients, and of a microbatch's own in the params' dtype."""
     return sum(
         per_device_bytes([leaf]) * (4 + leaf.dtype.itemsize) // leaf.dtype.itemsize
         for leaf in jax.tree.leaves(model.params)
@@ -507,7 +507,7 @@ def _gradient_bytes(model: Model) -> int:
 def _activation_bytes(
     model: Model, update: UpdateConfig, rows: int, row_tokens: int
 ) -> int:
-    """What the layers keep for the backward pass, and one layer's own pass."""
+    """Bytes that all layers keep for the backward pass, and one layer's own pass."""
     config, shape = model.config, model.mesh.shape
     tokens = (
         rows

@@ -1,4 +1,4 @@
-"""Frozen policies beside the trained one: KL reference or teacher."""
+"""Frozen policies next to the trained one: KL reference or teacher."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,13 +50,13 @@ def require_directory(path: str | None, option: str) -> None:
     """
     if path is not None and not Path(path).is_dir():
         raise ConfigError(
-            f"{option}: no such directory: {path}; give that of a model, or ORG/NAME "
-            "of one on the hub"
+            f"{option}: no such directory: {path}; give a model's directory, or "
+            "ORG/NAME of one on the hub"
         )
 
 
 def require_same_ids(directory: str | None, model: Model, option: str) -> None:
-    """Refuses a model whose tokens are not those of the trained one.
+    """Refuses a model whose token ids differ from the trained one's.
 
     Args:
         directory: of the model, None if the option was not given.
@@ -70,9 +70,9 @@ def require_same_ids(directory: str | None, model: Model, option: str) -> None:
         return
     if not read_tokenizer(directory, option).same_ids(model.tokenizer):
         raise ConfigError(
-            f"{option}: the tokenizer of {directory} has other ids than that of "
-            f"{model.name}; token by token they cannot be compared. Use a model of the "
-            "same family"
+            f"{option}: the tokenizer of {directory} has other ids than "
+            f"{model.name}'s; token by token they cannot be compared. Use a model of "
+            "the same family"
         )
 
 

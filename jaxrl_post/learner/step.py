@@ -78,8 +78,8 @@ class Policy:
         router_balance: weight of the experts' load-balancing loss.
         router_z: weight of the routers' z-loss.
         scan: whether repeated layers are compiled once, as a loop.
-        exact: whether the values of log-probs are those of `models.exact`, which the
-            sampler gives to the last bit. Their gradient is that of `forward`.
+        exact: whether log-probs get their values from `models.exact`, which the
+            sampler gives to the last bit, and their gradient from `forward`.
         kernels: implementation of attention and of log-probs.
     """
 
@@ -113,22 +113,22 @@ def states_before(
     """Returns the states that predict the tokens of a packed batch.
 
     A token is predicted by the last hidden state of the token before it on its path.
-    They are in the parameters' dtype. The predictions are those of the model itself,
-    its routers' losses and metrics, if it has experts.
+    They are in the parameters' dtype. The predictions hold the routers' losses and
+    metrics alone, if the model has experts.
     """
     hidden, own = _hidden_states(policy, params, batch, chunks)
     return chunks.take(hidden, batch.previous), own
 
 
 def chunks_of(policy: Policy, batch: TokenBatch) -> Chunks:
-    """How the mesh of `jax.set_mesh` cuts the rows of a batch."""
+    """The chunks into which the mesh of `jax.set_mesh` cuts the rows of a batch."""
     return Chunks.of(batch.tokens.shape, policy.rules)
 
 
 def _hidden_states(
     policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
 ) -> tuple[Float[Array, "chunks chunk hidden"], Predictions]:
-    """Returns hidden states, and of a model with experts its routers' losses."""
+    """Returns hidden states, with the routers' losses if the model has experts."""
     if policy.config.experts is not None:
         return _routed_states(policy, params, batch, chunks)
     inputs, how = _inputs(batch, chunks), _how(policy, chunks)
@@ -143,7 +143,7 @@ def _inputs(batch: TokenBatch, chunks: Chunks) -> dict[str, Any]:
 
 
 def _how(policy: Policy, chunks: Chunks) -> dict[str, Any]:
-    """How the model is run."""
+    """Keyword arguments of the model's forward pass: rules and execution."""
     execution = Execution(policy.remat, policy.scan, policy.kernels)
     return {"rules": chunks.rules, "execution": execution}
 
@@ -152,8 +152,8 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
     """Returns a model's predictions for the tokens of a packed batch.
 
     Log-probs and entropies are 0 for tokens that the loss mask excludes; values are
-    given after every token. With `batch.kept` log-probs are those among the tokens that
-    the sampler kept; entropies are always those of all tokens.
+    given after every token. With `batch.kept` log-probs are taken among the tokens that
+    the sampler kept, and entropies always among all tokens.
     """
     chunks = chunks_of(policy, batch)
     hidden, own = _hidden_states(policy, params, batch, chunks)
@@ -329,7 +329,7 @@ def grad_norm(accumulator: Accumulator) -> Float[Array, ""]:
 
 
 def _count(accumulator: Accumulator) -> Array:
-    """What the sums are divided by; 1 if nothing was counted, as in `Metric.mean`."""
+    """The divisor of the sums; 1 if nothing was counted, as in `Metric.mean`."""
     count = accumulator.loss.count
     return jnp.where(count == 0, 1.0, count)
 

@@ -57,7 +57,7 @@ class Comparison:
 
         Returns:
             Predictions without log-probs; 0 for tokens that the loss mask excludes.
-            Those of a student with experts have its routers' losses and metrics.
+            They have the routers' losses and metrics of a student with experts.
         """
         chunks = chunks_of(self.student, batch)
         mask = chunks.split(in_sequence(batch.loss_mask, batch.ends))

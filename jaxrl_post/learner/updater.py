@@ -144,7 +144,7 @@ class Updater:
             skip_truncated=rollout.truncated == "mask",
             mark_truncated=self.config.critic.bootstrap_truncated,
         )
-        # Of these, `credit` makes advantages, or nobody does.
+        # `credit` turns these into advantages; a divergence has none.
         later = self.algorithm.credit is not None
         later = later or self.algorithm.divergence is not None
         version = int(self.state.step)
@@ -161,7 +161,7 @@ class Updater:
         needs_proximal = anchored and update.minibatches * update.epochs > 1
         with self._phase("logprobs"):
             # Credit may take a fresh token's log-prob from the sampler, but an older
-            # one is that of other parameters.
+            # one comes from other parameters.
             reads = self.algorithm.credit_reads_logprobs and any(
                 piece.stale is not None and piece.stale.any() for piece in pieces
             )
@@ -323,7 +323,7 @@ class Updater:
             raise MismatchError(
                 f"{said}; --mismatch.stop is {bounds.stop:g}. No optimizer step was "
                 "taken. Does the sampler have the trainer's parameters and dtype? "
-                "Raise the bound to go on"
+                "Raise the bound to continue"
             )
         if factor > bounds.warn:
             logger.warning(
@@ -340,8 +340,8 @@ class Updater:
         update = self.config.update
         count = min(update.minibatches, max(len(sequences), 1))
         if count > 1:
-            # What is packed once also comes into one minibatch, but for those at the
-            # borders: minibatches have equally many sequences.
+            # Sequences that are packed together also share a minibatch, except at
+            # the borders: minibatches have equally many sequences.
             shared = [[each] for each in sequences]
             if update.trees:
                 shared = packing.by_context(sequences)
@@ -373,7 +373,7 @@ class Updater:
         metrics = _packing_metrics(sequences, units, batches)
         version, rollout = int(self.state.step), self.config.rollout
         stale = [batch.loss_mask & (batch.versions < version) for batch in batches]
-        # Episodes under way and groups that wait for a step are older than the step.
+        # Unfinished episodes and groups that wait for a step are older than the step.
         # With these options the array is always there, so that one program is compiled.
         always = bool(rollout.partial or rollout.dynamic_sampling)
         if always or any(each.any() for each in stale):
@@ -420,7 +420,7 @@ class Updater:
 
 
 def _no_check(metrics: dict[str, float]) -> None:
-    """Of later updates, whose parameters are not those that sampled."""
+    """Skips the check in later updates, whose parameters did not sample the batch."""
 
 
 def _packing_metrics(
@@ -428,7 +428,7 @@ def _packing_metrics(
     units: Sequence[Sequence[packing.Unit]],
     batches: Sequence[TokenBatch],
 ) -> dict[str, float]:
-    """What trees save, and what their splits repeat."""
+    """Metrics of packing: the tokens that trees save, and those that splits repeat."""
     whole = sum(packing.num_tokens(each) for each in sequences)
     distinct = sum(packing.num_tokens(each) for part in units for each in part)
     used = sum(int(np.count_nonzero(batch.ends)) for batch in batches)

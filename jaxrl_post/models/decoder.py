@@ -38,7 +38,7 @@ Remat = Literal["none", "dots", "full"]
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How the layers are computed, which does not change what they are.
+    """Options of how layers are computed, which do not change their result.
 
     Attributes:
         remat: activations that are kept for the backward pass.

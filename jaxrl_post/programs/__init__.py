@@ -1,1 +1,1 @@
-"""What `launch` runs: training, evaluation, conversion and memory plans."""
+"""Programs of `launch`: training, evaluation, conversion and memory plans."""

@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common, and how it is checked.
+"""Checks that the processes of a run share options, code, state and directory.
 
 Every check names the first difference. A run of one process passes all of them at once.
 """
@@ -113,7 +113,7 @@ def _check_shared(directory: Path) -> None:
 
 
 def _written(probe: Path) -> str | None:
-    """Writes a file; returns why it cannot be written."""
+    """Writes a file; returns the reason if it cannot be written."""
     try:
         if not probe.parent.is_dir():
             return f"{os.strerror(errno.ENOENT)} (process 0 has made it)"
@@ -124,7 +124,7 @@ def _written(probe: Path) -> str | None:
 
 
 def _digest_of_code() -> str:
-    """A digest of the library's modules; those of all processes must be the same."""
+    """A digest of the library's modules, which must be the same in all processes."""
     root, digest = Path(jaxrl_post.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode())

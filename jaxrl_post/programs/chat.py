@@ -37,7 +37,7 @@ __all__ = ["Conversation", "run_chat"]
 MOST_TOKENS = 1024
 # Tokens between two looks: text appears word by word.
 STEPS_PER_CALL = 4
-# What an incomplete character is decoded as.
+# The text of an incomplete character.
 INCOMPLETE = "\ufffd"
 
 
@@ -47,7 +47,7 @@ class ContextError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Talk:
-    """Judges nothing: an answer without a call ends the model's turns."""
+    """Environment of a chat: an answer without a call ends the model's turns."""
 
     name: str = "chat"
 
@@ -64,7 +64,7 @@ class _Talk:
 
 
 class Conversation:
-    """A conversation: the person's messages, the model's answers, its tools' results.
+    """A conversation: the user's messages, the model's answers, its tools' results.
 
     What the model said stays in the context as it was sampled.
 
@@ -105,7 +105,7 @@ class Conversation:
         self.reset()
 
     def close(self) -> None:
-        """Ends the tools."""
+        """Closes the tools."""
         self._ended.close()
 
     def reset(self) -> None:
@@ -125,7 +125,7 @@ class Conversation:
             self._ended.callback(self._session.close)
 
     def say(self, text: str) -> Generator[str]:
-        """Says something to the model; yields what it answers, piece by piece.
+        """Sends a message to the model; yields its answer piece by piece.
 
         Results of tools are yielded too, each as a line that begins with "> ". If the
         caller stops in the middle, the answer ends there.
@@ -207,7 +207,7 @@ class Conversation:
         return answer
 
     def _take(self, prompt: tuple[int, ...], completion: Completion) -> None:
-        """Notes what the model said."""
+        """Adds the model's answer to the conversation."""
         ids = tuple(completion.tokens.ids.tolist())
         stopped = completion.finish_reason == "stop"
         said = ids[:-1] if stopped else ids
@@ -244,7 +244,7 @@ def _tools(specs: Sequence[str], tokenizer: Tokenizer) -> ToolEnvironment | None
 
 
 def run_chat(config: ChatConfig, *, console: Console, command: str = "") -> None:
-    """Talks until the end of the input; Ctrl-C ends an answer, and then the chat.
+    """Chats until the end of the input; Ctrl-C ends an answer, and then the chat.
 
     Args:
         config: the options.
@@ -280,7 +280,7 @@ def _model(config: ChatConfig, console: Console) -> Model:
     if (run / "checkpoints").is_dir() and (
         config.step is not None or not (finished / "config.json").is_file()
     ):
-        # What can be read of a run, such as an adapter and its base, is known there.
+        # `convert` can read every kind of run, such as an adapter and its base.
         with tempfile.TemporaryDirectory(prefix="chat-") as folder:
             output = str(Path(folder) / "model")
             made = ConvertConfig(
@@ -294,7 +294,7 @@ def _model(config: ChatConfig, console: Console) -> Model:
             convert(made, console=Console(quiet=True))
             return _opened(dataclasses.replace(config, model=output), console)
     for name in ("step", "base"):
-        # Elsewhere, a base is that of an adapter.
+        # Elsewhere, a base belongs to an adapter.
         if getattr(config, name) is not None and (name == "step" or finished.is_dir()):
             raise ConfigError(
                 f"--{name}: is for a run's checkpoints, and {config.model} "

@@ -225,7 +225,7 @@ def _merged(
 ) -> DecoderParams[Array]:
     """Base and adapter of a LoRA run, merged; dtype None keeps the base's dtype."""
     kind, trained = saved.config["lora"]["quantize"], saved.config.get("dtype")
-    # The base is that of the run, in its dtype; sums are rounded once.
+    # The base is the run's, in its dtype; sums are rounded once.
     wanted = None if trained is None else jnp.dtype(trained)
     _, base = pretrained.load(folder, dtype=wanted, head=architecture.head)
     if kind is not None:

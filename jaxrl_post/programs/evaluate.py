@@ -114,7 +114,7 @@ def sampling_of(
 
 
 def _why_greedy(config: EvaluateConfig, model: Model) -> str:
-    """Why the model's own defaults decode greedily, for messages."""
+    """The reason why the model's own defaults decode greedily, for messages."""
     if config.temperature is not None or model.source is None:
         return ""
     if config.sampling_defaults != "model":
@@ -136,7 +136,7 @@ def evaluate(
     """Samples answers to the tasks and has them judged.
 
     Args:
-        config: the options; those of model, environment and output are not read.
+        config: the options; model, environment and output are not read.
         model: on a mesh.
         environment: has the tasks and judges the answers.
         console: for a progress line; None for none.
@@ -287,7 +287,7 @@ def run_evaluation(
 
 
 def _tell_limits(groups: Sequence[Group], console: Console) -> None:
-    """Says how many episodes a limit ended before their environment was done."""
+    """Prints how many episodes a limit ended before their environment was done."""
     ends = [e.finish_reason for group in groups for e in group.episodes]
     for reason, option in (
         ("turn_limit", "--max-turns"), ("token_limit", "--max-prompt-tokens")
@@ -302,7 +302,7 @@ def _tell_limits(groups: Sequence[Group], console: Console) -> None:
 
 
 def refuse_runs(model: str) -> None:
-    """Raises ConfigError if the path of a model is that of a run."""
+    """Raises ConfigError if the path of a model is a run's directory."""
     if (Path(model) / "checkpoints").is_dir():
         raise ConfigError(
             f"--model: {model} is a run, not a model; once finished it has a "

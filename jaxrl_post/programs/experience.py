@@ -55,7 +55,7 @@ class Evaluation:
 
 
 def has_spread(group: Group, algorithm: AlgorithmConfig, *, by_part: bool) -> bool:
-    """Returns whether rewards differ that the algorithm compares.
+    """Returns whether the rewards that the algorithm compares differ.
 
     Args:
         group: judged.
@@ -98,7 +98,7 @@ class Experience:
         stop_ids: token ids that end a turn.
         collector: runs episodes.
         indices: iterator over training tasks.
-        greedy: whether each group needs a greedy episode beside its samples.
+        greedy: whether each group needs a greedy episode too.
         by_part: as for `has_spread`.
         judge: reward model that judges after the environment; None for none.
         drawn: prompts drawn so far, which is the id of the next prompt.
@@ -172,8 +172,8 @@ class Experience:
     def evaluate(self, sampler: Sampler) -> Evaluation:
         """Answers the held-out tasks greedily.
 
-        Unfinished groups are suspended, as for a checkpoint, so that their keys are
-        computed again by the parameters with which they go on.
+        Unfinished groups are suspended, as for a checkpoint, so that the
+        parameters with which they continue compute their keys again.
 
         Raises:
             FailedRolloutsError: too many answers could not be judged.
@@ -189,7 +189,7 @@ class Experience:
         collector = training.apart()
         sampling = self.sampling(temperature=0.0)
         groups = collector.run(sampler, numbered, 1, sampling)
-        # Agents of training may have called while those of the evaluation ran.
+        # Agents of training may have called while the evaluation's agents ran.
         training.suspend(sampler)
         spent = dict(training.seconds)
         # A reward model has no scale on which an answer is right: the environment says
@@ -211,7 +211,7 @@ class Experience:
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, as JSON; suspends unfinished groups."""
         # The sampler's keys are in no checkpoint: a run that resumes computes them
-        # again, and so must one that goes on.
+        # again, and so must one that continues.
         self._suspend()
         return {
             "drawn": self.drawn,
@@ -293,7 +293,7 @@ class Experience:
         return sorted(groups, key=lambda group: group.prompt_id) if wave else groups
 
     def _judged(self, groups: list[Group], sampler: Sampler) -> list[Group]:
-        """Adds the reward model's values and greedy episodes; bounds cut rewards."""
+        """Adds model values and greedy episodes; bounds rewards of truncated turns."""
         tasks = {
             group.prompt_id: self._tasks["train"][self._places.pop(group.prompt_id)]
             for group in groups

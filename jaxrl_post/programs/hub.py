@@ -1,11 +1,11 @@
-"""Models and data files by their names on the Hugging Face hub, fetched before a run.
+"""Downloads models and data files from the Hugging Face hub before a run.
 
 A model is ORG/NAME or ORG/NAME@REVISION, a file of a data set
 hf://datasets/ORG/NAME/FILE or hf://datasets/ORG/NAME@REVISION/FILE. `fetch` downloads
 them and replaces the names by local paths, before anything is read or compiled. It also
 returns the commit of each name, so that a resumed run uses the same commits. An adapter
-of PEFT is put beside its base, wherever either is from. Address,
-cache and token are those of huggingface_hub (HF_ENDPOINT, HF_HOME, `hf auth login`).
+of PEFT is put next to its base, local or downloaded. Address, cache
+and token are huggingface_hub's (HF_ENDPOINT, HF_HOME, `hf auth login`).
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class Fetched[Config]:
     names: Mapping[str, Any] = field(default_factory=dict)
 
     def named[Other](self, config: Other) -> Other:
-        """Puts the names back into a configuration."""
+        """Replaces the local paths in a configuration by their names on the hub."""
         for path, name in self.names.items():
             config = _replaced(config, path, name)
         return config
@@ -98,9 +98,9 @@ def fetch[Config](
     Directories, files and presets are left as they are.
 
     Args:
-        config: of a program; its `revision`, if it has one, is that of its model.
+        config: of a program; its `revision`, if it has one, is its model's.
         console: for a line per download.
-        pinned: commits to use, by name: those of the run that is resumed.
+        pinned: commits to use, by name, from the run that is resumed.
         weights: False downloads only a model's config.json.
 
     Raises:
@@ -142,7 +142,7 @@ def _with_bases[Config](
     console: Console,
     weights: bool,
 ) -> Fetched[Config]:
-    """Puts each adapter beside its base, which is downloaded where it is on the hub.
+    """Puts each adapter next to its base, which is downloaded where it is on the hub.
 
     Args:
         found: with local paths of what the options name.
@@ -204,7 +204,7 @@ def _with_bases[Config](
 def fetch_run[Config: RunConfig](
     config: Config, *, console: Console
 ) -> Fetched[Config]:
-    """`fetch` for a training run: a resumed run gets the commits of its beginning.
+    """Fetches for a training run; a resumed run gets the commits with which it began.
 
     Args:
         config: as the user gave it.
@@ -293,7 +293,7 @@ def _checked(source: Source, folder: Path, option: str, *, weights: bool) -> Pat
     if source.file is None and weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{option}: {source.repository} has no weights in safetensors, and no "
-            "others are read; save it anew with transformers' save_pretrained"
+            "others are read; save it again with transformers' save_pretrained"
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""What happens around the steps of a run: resume, log, evaluate, save, stop."""
+"""Resumes a run; logs, evaluates and saves after its steps, and stops it."""
 
 import abc
 import time
@@ -26,13 +26,13 @@ from jaxrl_post.sharding import processes
 
 __all__ = ["RunJournal", "Training"]
 
-# Of a checkpoint's meta: the metrics of a step whose evaluation is still due, and what
-# the logs held.
+# Keys of a checkpoint's meta: the metrics of a step whose evaluation is still due, and
+# what the logs held.
 PENDING, LOGS = "evaluation_due", "logs"
 
 
 class Training(abc.ABC):
-    """What a journal asks of the trainer of a run."""
+    """Interface of a run's trainer for the journal."""
 
     @property
     @abc.abstractmethod
@@ -46,7 +46,7 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def logs(self, resume_step: int) -> SampleLog | NoLog:
-        """Opens what is logged beside metrics, cut back to a step; -1 for a new run."""
+        """Opens the logs other than metrics, cut back to a step; -1 for a new run."""
 
     @abc.abstractmethod
     def snapshot(self) -> TrainState:
@@ -173,7 +173,7 @@ class RunJournal:
         self.step = latest or 0
         # The metrics of a step whose evaluation was due when the run was stopped.
         pending = meta.get(PENDING)
-        # What was logged of that step is logged again, with the evaluation.
+        # That step is logged again, with the evaluation.
         kept = self.step if pending is None else self.step - 1
         kept = -1 if latest is None else kept
         enter = self._stack.enter_context
@@ -193,7 +193,7 @@ class RunJournal:
         return self._rows.counts() | self._samples.counts()
 
     def _told(self, error: DivergenceError) -> DivergenceError:
-        """The error of a step that diverged, with where the run can go on."""
+        """The error of a step that diverged, with the steps that have checkpoints."""
         checkpoints = self._run.checkpoints
         checkpoints.wait()
         steps = ", ".join(map(str, checkpoints.steps()))

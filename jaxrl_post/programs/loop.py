@@ -131,7 +131,7 @@ def train(
 
     Args:
         run: from `open_run`.
-        trainer: afterwards its state is that of the last step.
+        trainer: has the state of the last step afterwards.
         should_stop: called after each step; True saves and ends the loop.
         log_every: steps between rows of metrics; an evaluation and the last step have
             rows of their own.

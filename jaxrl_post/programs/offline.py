@@ -70,7 +70,7 @@ __all__ = ["run_offline"]
 
 @dataclass(frozen=True)
 class Job:
-    """Everything in which the programs of this module differ.
+    """Parts in which the programs of this module differ.
 
     Attributes:
         objective: loss of a packed batch.
@@ -280,7 +280,7 @@ def _loop(
 def _trainer(
     run: Run[OfflineConfig], job: Job, examples: Examples
 ) -> "_OfflineTrainer":
-    """What the loop trains; nothing else keeps the initial state alive."""
+    """The trainer of the loop; nothing else keeps the initial state alive."""
     config, model = run.config, run.model
     learner, state = begin_training(
         model,
@@ -344,7 +344,7 @@ class _Drawing:
 
 @dataclass
 class _FeedUpdater:
-    """Has the reference score a batch, and takes one optimizer step of it."""
+    """Scores a batch with the reference, and takes one optimizer step on it."""
 
     feed: Feed
     state: TrainState

@@ -194,7 +194,7 @@ def _check_exact(model: Model, weights: SamplerLayout) -> None:
     )
     if trainer != sampler:
         raise ConfigError(
-            f"--rollout.mesh: with --exact its tp must be that of --mesh, {trainer}; "
+            f"--rollout.mesh: with --exact its tp must equal --mesh's, {trainer}; "
             f"got {sampler}: sums over other parts round differently"
         )
     adaptation = model.adaptation
@@ -232,7 +232,7 @@ def _warm_started(
 
 
 def _demonstrations(tasks: TaskSets, config: RLConfig, model: Model) -> Demonstrations:
-    """The demonstrations that are not longer than a sample may be."""
+    """The demonstrations within the limits of a sample's length."""
     demonstrations = Demonstrations(
         tasks, longest_sequence(config), config.data.on_unwritten
     )

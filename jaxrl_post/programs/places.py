@@ -1,6 +1,6 @@
-"""What a run may read and write: its inputs stay as they were, and foreign files too.
+"""Checks that a run changes neither its inputs nor files that it did not make.
 
-All of it is checked before the model is opened.
+All checks run before the model is opened.
 """
 
 import logging
@@ -54,13 +54,13 @@ READ = (
     "adapter/adapter_*",
 )  # fmt: skip
 
-# Of the tasks, and of the model that a preset's run made, beside the options, in a
-# fingerprint of all inputs.
+# Keys of a fingerprint of all inputs, apart from options: the tasks, and the model that
+# a preset's run made.
 TASKS, INITIAL = "tasks", "initial"
 
 
 def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
-    """Refuses models and data where the run is going to write.
+    """Refuses models and data in places where the run will write.
 
     Args:
         config: with local paths.
@@ -85,7 +85,7 @@ def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
 
 
 def check_unused(folder: Path, *, resume: bool, described: bool) -> None:
-    """Refuses what a run left without its config.json, and runs with `--no-resume`.
+    """Refuses remains of a run without config.json, and any run with `--no-resume`.
 
     Args:
         folder: of the run.
@@ -116,7 +116,7 @@ def check_unused(folder: Path, *, resume: bool, described: bool) -> None:
 
 
 def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
-    """Refuses to begin a run again whose checkpoints are gone.
+    """Refuses to restart a run whose checkpoints are gone.
 
     Args:
         directory: of the run.
@@ -125,7 +125,7 @@ def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
     Raises:
         ConfigError: there is none, but a model, or rows of more steps than the run
             takes before the first one is whole. Fewer rows are named in a warning, as
-            they are written anew.
+            they are written again.
     """
     if _has_checkpoints(directory.path):
         return
@@ -146,7 +146,7 @@ def check_checkpoints(directory: RunDirectory, saved: RunDescription) -> None:
     if last:
         _log.warning(
             "%s has no checkpoint: the run begins again, and the %d steps that its "
-            "logs have are taken anew",
+            "logs have are taken again",
             directory.path,
             last,
         )
@@ -165,7 +165,7 @@ def check_targets(
         directory: of the run.
         saved: the description of a run that is resumed; one without fingerprints is of
             a version that kept no record of what it wrote, so what is there is its own.
-        initial: the model from which the run goes on, which it does not write again.
+        initial: the model that the run began with, which it does not write again.
 
     Raises:
         ConfigError: names the directory.
@@ -221,7 +221,7 @@ def tasks_fingerprint(tasks: TaskSets) -> Fingerprint:
 def check_inputs(
     saved: RunDescription, now: Mapping[str, Fingerprint], config: RunConfig
 ) -> None:
-    """Refuses to resume a run whose data or models are not what they were.
+    """Refuses to resume a run whose data or models have changed.
 
     Args:
         saved: the description of the run; one without fingerprints passes.
@@ -239,11 +239,11 @@ def check_inputs(
         elif name in saved.inputs:
             told = "it is gone"
         else:
-            # The name of a preset may be that of a directory later.
+            # A directory may have the name of a preset later.
             told = "it was a preset, and is a directory" if name == "model" else None
         if told is None:
             continue
-        option, what = "--run-dir", f"the model {INITIAL}, from which it goes on,"
+        option, what = "--run-dir", f"the model {INITIAL}, from which it began,"
         if name == TASKS:
             option, what = "--env", "its tasks"
         elif name != INITIAL:
@@ -257,7 +257,7 @@ def check_inputs(
 def initial_of(
     model: str, directory: RunDirectory, saved: RunDescription | None
 ) -> Path | None:
-    """The model from which a preset's run goes on; None if there is none yet.
+    """The model with which a preset's run began; None if there is none yet.
 
     A preset's run saves it before its first step. The checkpoints are of no use
     without it: it has the architecture, the tokenizer, and the base of an adapter. One
@@ -293,7 +293,7 @@ def initial_of(
 
 
 def initial_fingerprint(folder: Path) -> Fingerprint:
-    """The fingerprint of the model from which a preset's run goes on."""
+    """The fingerprint of the model with which a preset's run began."""
     return of_folder(folder, READ)
 
 
@@ -324,7 +324,7 @@ def _linked(path: str) -> list[Path]:
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path is a folder or in it, as it is written or behind its links."""
+    """Whether a path is a folder or inside it, as written or with links resolved."""
     return any(
         inner == outer or outer in inner.parents
         for inner, outer in (

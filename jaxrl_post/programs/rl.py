@@ -30,7 +30,7 @@ from jaxrl_post.sharding import processes
 
 __all__ = ["Colocated", "Imitated", "OnlineTrainer"]
 
-# Of a checkpoint's meta: samples of the last step that are logged with its evaluation.
+# Key of a checkpoint's meta: samples of the last step, logged with its evaluation.
 SHOWN = "samples_due"
 
 
@@ -77,7 +77,7 @@ class Colocated:
         if guessing.passes > passes:
             made = guessing.tokens - sampled
             found["sampler/tokens_per_pass"] = made / (guessing.passes - passes)
-        # Of this process: a resumed run compiles again.
+        # Counted in this process: a resumed run compiles again.
         found["time/compilations"] = float(self.engine.compilations.total())
         return found
 
@@ -143,7 +143,7 @@ class OnlineTrainer(Trainer):
         return metrics, groups
 
     def evaluate(self) -> Evaluation:
-        """Answers the held-out tasks greedily; training goes on as if resumed here.
+        """Answers the held-out tasks greedily; training continues as if resumed here.
 
         Raises:
             FailedRolloutsError: too many answers could not be judged.

@@ -95,12 +95,12 @@ class WarmStartStoppedError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run: completed or stopped, and its files.
 
     Attributes:
         step: last finished step.
         completed: False if the run was stopped before its last step; with step 0 it
-            was stopped in its warm start, of which nothing is kept.
+            was stopped in its warm start, which leaves nothing.
         model: directory of the trained model; None if the run was stopped.
         report: path of report.html; None in all processes but process 0, and if the
             log has no row.
@@ -192,7 +192,7 @@ class Run[Config: RunConfig]:
         else:
             self.console.print(
                 f"nothing is left to do: the run is at step {step}, and --steps is "
-                f"{steps}; give more to go on"
+                f"{steps}; give more to continue"
             )
 
 
@@ -317,7 +317,7 @@ def _inputs(
     tasks: TaskSets | None,
     initial: Path | None,
 ) -> dict[str, Fingerprint]:
-    """Checks what a run reads and where it writes; returns what it reads."""
+    """Checks a run's inputs and the places where it writes; returns the inputs."""
     check_inputs_are_kept(config, directory.path)
     inputs = fingerprints(config)
     if tasks is not None:
@@ -365,7 +365,7 @@ def check_same_run(directory: RunDirectory, config: RunConfig) -> None:
 
 
 def _measured_as[Config: RunConfig](saved: RunDescription, config: Config) -> Config:
-    """Fills in what a run measures from the description of the run itself."""
+    """Fills in the measured length of prompts from the run's own description."""
     if not isinstance(config, RLConfig) or config.rollout.max_prompt_tokens:
         return config
     before = flattened(saved.config).get("rollout.max_prompt_tokens", 0)
@@ -374,7 +374,7 @@ def _measured_as[Config: RunConfig](saved: RunDescription, config: Config) -> Co
 
 
 def _took_a_step(directory: RunDirectory) -> bool:
-    """Whether a run has a checkpoint, or a row of metrics beyond that of step 0."""
+    """Whether a run has a checkpoint, or a row of metrics after step 0."""
     if any((directory.path / "checkpoints").glob("[0-9]*")):
         return True
     if not directory.metrics.exists():
@@ -460,7 +460,7 @@ def finish(
         run: complete or stopped.
         state: after the last step taken.
         step: number of that step.
-        critic: saved beside the model; None for no critic.
+        critic: saved next to the model; None for no critic.
     """
     completed, saved = step >= run.config.steps, None
     if completed:

@@ -134,7 +134,7 @@ def check_failed(episodes: Sequence[Episode], allowed: float, where: str) -> Non
     """
     failed = [e for e in episodes if e.reward is None]
     share = len(failed) / len(episodes)
-    # If all failed there is nothing to train on, whatever share is allowed.
+    # If all failed there is nothing to train on, regardless of the allowed share.
     if share > allowed or share == 1:
         raise FailedRolloutsError(
             f"{where}: {len(failed)} of {len(episodes)} rollouts failed; "
@@ -148,7 +148,7 @@ def check_failed(episodes: Sequence[Episode], allowed: float, where: str) -> Non
 
 
 def _summary(error: str) -> str:
-    """What an error says in a line: its first one, or of a traceback the exception."""
+    """An error in one line: its first line, or the exception of a traceback."""
     first, _, rest = error.partition("\n")
     kind, colon, traceback = first.partition(f": {_TRACEBACK}")
     if not colon or traceback:

@@ -47,8 +47,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["open_service", "run_server", "served_model"]
 
-# Stop tokens that a request may name beside the model's own, by their ids (8) or as
-# stop strings (16).
+# Stop tokens that a request may name in addition to the model's own, by ids (8) or
+# as stop strings (16).
 REQUEST_STOP_IDS = 24
 # Most tokens of a completion whose request does not say how many, by default.
 MOST_TOKENS = 1024
@@ -188,7 +188,7 @@ def open_service(config: ServeConfig, model: Model) -> Service:
 def _tell_unsupported(
     config: ServeConfig, source: Path | None, console: Console
 ) -> None:
-    """Says what the model's own defaults ask for and the sampler does not do."""
+    """Prints the model's own defaults that the sampler does not support."""
     if config.sampling_defaults != "model" or source is None:
         return
     if told := not_done(read_generation_defaults(source).unsupported):
@@ -242,12 +242,12 @@ def served_model(config: ServeConfig, model: Model, service: Service) -> Served:
 
 
 def _name(model: str) -> str:
-    """A name for clients: of a directory its own, and a name on the hub as it is."""
+    """The model's name for clients: the directory's name, or the name on the hub."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 class _Server(uvicorn.Server):
-    """A server that ends its answers before it ends."""
+    """A server that ends its answers before it stops."""
 
     def __init__(self, app: Starlette, service: Service, grace_s: float) -> None:
         self._service, self._grace_s = service, grace_s
@@ -258,7 +258,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                # What is under way is stopped after `grace_s`, and answers so.
+                # Running requests are stopped after `grace_s`; their answers say so.
                 timeout_graceful_shutdown=int(grace_s) + 5,
             )
         )
@@ -275,7 +275,7 @@ class _Server(uvicorn.Server):
                 signal.signal(name, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes no more requests; a second signal stops those under way."""
+        """Takes no more requests; a second signal stops the running ones."""
         if self.should_exit:
             self._service.cancel_all()
         self._service.drain()
@@ -300,7 +300,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _listening(config: ServeConfig) -> Iterator[socket.socket]:
-    """The socket, before anything that takes long."""
+    """Opens the socket, before anything that takes long."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server(

@@ -1,4 +1,4 @@
-"""Which chat template options hold: those given, those of a run, or today's date."""
+"""Chat template options: as given, from the run that made a model, or today's date."""
 
 import datetime
 from collections.abc import Mapping
@@ -61,10 +61,10 @@ def of_evaluation(template: TemplateConfig, model: str) -> TemplateConfig:
 
 
 def template_line(template: TemplateConfig, tokenizer: Tokenizer) -> str | None:
-    """What the chat template reads, for a line to the user; None for nothing.
+    """A line about the chat template's inputs, for the user; None for no inputs.
 
     Args:
-        template: the options that hold; without a date, it is that of each prompt.
+        template: the options that apply; without a date, each prompt has its own.
         tokenizer: of the model.
     """
     parts = list(template.variables)
@@ -79,7 +79,7 @@ def _run_of(model: str) -> Mapping[str, Any]:
     for place in (folder, *([folder.parent] if folder.name in MODELS else [])):
         try:
             saved = RunDirectory(place).read_description()
-        except (OSError, ValueError):  # that of a model, or of something else
+        except (OSError, ValueError):  # of a model, or of something else
             continue
         if saved is not None:
             return _section(saved.config)

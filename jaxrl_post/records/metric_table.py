@@ -1,4 +1,4 @@
-"""What every metric of a run means: unit, what is normal, and what to do if it is not.
+"""Meaning of every metric of a run: unit, normal values, and what to do otherwise.
 
 The rows are in metrics.toml, which the report and the docs page of the metrics read.
 """
@@ -15,7 +15,7 @@ __all__ = ["Row", "row_of", "rows"]
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a metric.
+    """Description of a metric.
 
     Attributes:
         unit: of its values, in words; on a chart too.

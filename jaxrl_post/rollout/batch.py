@@ -25,7 +25,7 @@ __all__ = [
 def worthless_if_truncated(groups: Sequence[Group]) -> list[Group]:
     """Limits the reward of every truncated turn, and each of its parts, to at most 0.
 
-    A truncated turn earns nothing, whatever its text is, but keeps its penalties.
+    A truncated turn earns nothing, regardless of its text, but keeps its penalties.
     """
 
     def turn(each: Turn) -> Turn:
@@ -300,13 +300,13 @@ def sequences(
     skip_truncated: bool = False,
     mark_truncated: bool = False,
 ) -> list[packing.Sequence]:
-    """Makes a training sequence of every episode that did not fail; of agents several.
+    """Makes training sequences of episodes that did not fail; of an agent's, several.
 
     Args:
         groups: as for `advantages`.
         values: advantages, float32 [groups, samples] per episode or [groups, samples,
-            turns] per turn; every sampled token gets that of its episode or turn. So
-            the sequence of a player has this player's.
+            turns] per turn; every sampled token gets its episode's or turn's. So the
+            sequence of a player has this player's.
         rewards: float32 [groups, samples, turns] for algorithms that compute advantages
             per token; placed at the last token of each turn. None for other algorithms.
         skip_truncated: drops the episodes whose last turn was cut (DAPO's overlong

@@ -15,11 +15,11 @@ __all__ = ["Admission", "Buffer"]
 
 @dataclass(frozen=True)
 class Admission:
-    """How many groups are begun for a step.
+    """Numbers of groups to begin for a step.
 
     Attributes:
         groups: that a step trains on; > 0.
-        spare: groups that are begun beyond those of the step and go on in the next one;
+        spare: groups that are begun in excess and continue in the next step;
             0 to wait for all that were begun.
         draws: most times that a step may begin `groups` groups; more than 1 replaces
             groups that are not worth training on.
@@ -97,7 +97,7 @@ class Buffer:
         self._groups.extend(filter(self.worth_training, groups))
 
     def take(self) -> list[Group]:
-        """Removes and returns the oldest groups, at most those of a step."""
+        """Removes and returns the oldest groups, at most `groups` of the admission."""
         count = min(self.admission.groups, len(self))
         return [self._groups.popleft() for _ in range(count)]
 
@@ -106,5 +106,5 @@ class Buffer:
         return [group.to_json() for group in self._groups]
 
     def load(self, value: Sequence[dict[str, Any]]) -> None:
-        """Replaces the groups with those of `to_json`."""
+        """Replaces the groups with the value of `to_json`."""
         self._groups = collections.deque(map(Group.from_json, value))

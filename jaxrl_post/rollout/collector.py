@@ -250,7 +250,7 @@ class Collector:
     def restore(
         self, value: Sequence[Mapping[str, Any]], tasks: Mapping[int, Task]
     ) -> None:
-        """Replaces the unfinished groups with those of `state`.
+        """Replaces the unfinished groups with the value of `state`.
 
         Judgements that were pending are requested again.
 

@@ -252,12 +252,12 @@ class Dialogue:
         try:
             event = self._with_reply(flight, step)
         except TextError as error:
-            # Of this reply alone: the environment may quote what the policy said.
+            # Only this reply failed: the environment may quote the policy.
             event = flights.Failed(f"reply: {error}")
         except TokenizerError as error:
             if not flight.task.tools:
                 raise
-            # What the policy said may be what the template refuses.
+            # The template may refuse the text of the policy.
             event = flights.Failed(f"tools: {error}")
         effect = self._advance(sample, event)
         if isinstance(effect, flights.Generate):
@@ -279,7 +279,7 @@ class Dialogue:
         return flights.Judged(step, reply)
 
     def _as_read(self, flight: Flight) -> list[Message]:
-        """The conversation, each answer in the parts of which templates write some."""
+        """The conversation, each answer in parts; templates may write only some."""
         turns, messages = iter(flight.episode.turns), []
         for message in flight.conversation:
             if isinstance(message, Answer):

@@ -14,7 +14,7 @@ from jaxrl_post.tokens import Tokens
 
 __all__ = ["ENVIRONMENT", "Episode", "EpisodeEnd", "Group", "Turn", "players_of"]
 
-# The part of a reward for which nobody gave another name.
+# The part of a reward that was given no other name.
 ENVIRONMENT = "environment"
 
 # How an episode ended. "stop", "stop_string" and "length" (cut at the maximum tokens of
@@ -46,10 +46,10 @@ class Turn:
         said: the answer in parts, if the policy may call tools or its answer has
             reasoning; None for `text` alone.
         branched_from: of a turn of `Episode.segments`, the number of the earlier turn
-            that it continues, from 0; None if it begins anew.
+            that it continues, from 0; None if it continues none.
         player: whose turn it is, in an episode with players; "" otherwise.
         served: where the turn stands in the order in which an agent was served, which
-            `Episode.turns` leave if conversations went on beside each other; None for
+            `Episode.turns` leave if conversations ran at the same time; None for
             its place among them.
     """
 
@@ -107,11 +107,11 @@ class Episode:
         sample_index: index within the group.
         task_id: id of the environment's task.
         prompt_text: the task's messages as text.
-        turns: the policy's turns, in order; with `segments` in that of the sequences.
+        turns: the policy's turns, in order; with `segments`, sequence by sequence.
         finish_reason: how the episode ended, see `EpisodeEnd`; "" until then.
         error: why the episode failed; "" otherwise.
-        segments: the numbers of the turns, from 0, that begin a sequence of their own
-            beside the first: of an agent that branched or began anew, or where the chat
+        segments: the numbers of the turns, from 0, that begin a sequence after
+            the first one: because an agent branched or restarted, or because the chat
             template writes earlier turns differently, such as without their reasoning;
             their context is their whole prompt.
     """
@@ -129,7 +129,7 @@ class Episode:
     def tokens(self) -> Tokens:
         """All tokens as the sampler saw them; the text is never tokenised again.
 
-        With `segments` those of all sequences, one after the other.
+        With `segments`, the sequences follow one another.
         """
         return Tokens.concatenate(
             piece for turn in self.turns for piece in (turn.context, turn.sampled)
@@ -157,7 +157,7 @@ class Episode:
 
     @property
     def parents(self) -> list[int | None]:
-        """The number of the turn that each turn continues; None if it begins anew."""
+        """The number of the turn that each turn continues; None if there is none."""
         return [
             turn.branched_from if number in self.segments or not number else number - 1
             for number, turn in enumerate(self.turns)
@@ -309,7 +309,7 @@ class Group:
     def players(self) -> tuple[str, ...]:
         """The names of the players, sorted; () if all turns are of one policy alone.
 
-        Turns without a name, beside those of players, are of a player named "".
+        If others have players, turns without a name belong to a player named "".
         """
         return players_of([self])
 
@@ -338,9 +338,9 @@ class Group:
         return self._differs
 
     def has_part_spread(self, names: Sequence[str] | None = None) -> bool:
-        """Whether any part of the unshaped rewards differs, whatever their sum does.
+        """Whether any part of the unshaped rewards differs, even where sums are equal.
 
-        Of players, whether any part of any of them does.
+        With players, whether any part of any player's rewards differs.
 
         Args:
             names: the parts that count; 0 in an episode without them. None for all.
@@ -353,7 +353,7 @@ class Group:
     def has_turn_spread(self, discount: float) -> bool:
         """Whether the unshaped returns of any turn differ, for credit turn by turn.
 
-        Turns are compared as by `batch.turn_advantages`: those of one number, and of
+        Turns are compared as by `batch.turn_advantages`: turns of one number, and of
         one player, among the samples that have them.
 
         Args:

@@ -70,7 +70,7 @@ class Flight:
         context: tokens between the previous turn and the turn being sampled.
         heard: text of the messages in `context`.
         partial: tokens of the turn being sampled, if its sampling was interrupted.
-        awaits: who acts next: the sampler, the environment, or nobody at the end.
+        awaits: who acts next; `"nobody"` at the end.
         anew: whether `context` is the whole prompt of the turn being sampled, which
             then begins a sequence of its own.
     """
@@ -357,7 +357,7 @@ def _ended(
 
 
 def _heard(conversation: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages since the last answer, unless their text says all."""
+    """The messages since the last answer; () for one plain message of the user."""
     answers = [i for i, each in enumerate(conversation) if isinstance(each, Answer)]
     found = tuple(conversation[answers[-1] + 1 if answers else 0 :])
     plain = len(found) == 1 and found[0] == Message("user", found[0].content)

@@ -54,7 +54,7 @@ class Judgements:
     judges: Judges
     # The requested judgements by number, in the order of the requests.
     _waiting: dict[int, SampleId] = field(default_factory=dict, init=False)
-    # Those that a round still waits for, see `take`.
+    # Numbers of judgements that a round still waits for, see `take`.
     _due: set[int] = field(default_factory=set, init=False)
     _asked: int = field(default=0, init=False)
     # The threads of the workers put finished judgements here.

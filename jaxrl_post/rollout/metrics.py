@@ -57,7 +57,7 @@ def rollout_metrics(
 
 
 def _exist(groups: Sequence[Group], shape: tuple[int, ...]) -> np.ndarray:
-    """Which values [groups, samples] or [groups, samples, turns] are of a judgement."""
+    """Mask of values [groups, samples] or [groups, samples, turns] that were judged."""
     valid = np.stack([group.valid for group in groups])
     if len(shape) == 2:
         return valid

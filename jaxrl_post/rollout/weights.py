@@ -65,7 +65,7 @@ class Published:
         return self.engine.collect()
 
     def unfinished(self) -> list[Unfinished]:
-        """What each running sample had sampled at the last `collect`."""
+        """The tokens of each running sample at the last `collect`."""
         return self.engine.unfinished()
 
     def settle(self) -> list[Completion]:
@@ -81,8 +81,8 @@ class Relayout:
     """Moves a tree of arrays to other shardings on the same devices, group by group.
 
     Every group of arrays is one jitted program. The arrays of the last call are deleted
-    group by group, before their successors are made, so that beside one copy in the new
-    layout only one group's temporary buffers take memory. An array that already has
+    group by group, before their successors are made, so that only one copy in the
+    new layout and one group's temporary buffers take memory. An array that already has
     its target's sharding and dtype is passed on as it is. A group whose arrays are the
     same objects as in the last call is not moved again.
 
@@ -199,7 +199,7 @@ class Relayout:
 
 @dataclass(frozen=True)
 class _Way:
-    """The way of one array: its place in the tree, and where it goes."""
+    """The way of one array: its place in the tree, and its target."""
 
     place: int
     dtype: Any

@@ -136,7 +136,7 @@ class Emitted:
 
 @dataclasses.dataclass(frozen=True)
 class Burst:
-    """What `decode` does; static.
+    """Options of `decode`; static.
 
     Attributes:
         steps: most tokens of a row.
@@ -494,7 +494,7 @@ class _State(NamedTuple):
 
 
 def _nothing(shape: tuple[int, int], drawing: Drawing) -> Emitted:
-    """What a burst without tokens emits, in any order of dimensions."""
+    """The result of a burst without tokens, in any order of dimensions."""
     kept_ids, alternatives = drawing.kept_ids, drawing.alternatives
     return Emitted(
         jnp.full(shape, -1, jnp.int32),

@@ -1,4 +1,4 @@
-"""What rollouts and the server ask of a sampler."""
+"""The interface of a sampler that rollouts and the server use."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable

@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Drawing:
-    """What drawing a token takes; static.
+    """Options of drawing a token; static.
 
     Attributes:
         truncate: False requires that no row uses top-k, top-p or min-p.

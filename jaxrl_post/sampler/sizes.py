@@ -64,8 +64,8 @@ class EngineConfig:
             the end every shape comes up. A batch then has up to twice the rows that it
             needs, and up to four times the keys.
         recompute_cache: whether running samples compute their keys and values again
-            when the parameters change. False keeps those of the earlier parameters.
-        exact: whether log-probs are those of `models.exact`, to the last bit. The cache
+            when the parameters change. False keeps the earlier ones.
+        exact: whether log-probs equal `models.exact`, to the last bit. The cache
             must then have the parameters' dtype.
     """
 

@@ -124,7 +124,7 @@ class Agents:
     """Episodes that agents run; an `EpisodeSource` of the collector.
 
     An agent is a program, which no checkpoint can hold: an episode that has not ended
-    begins again from its task when a run is resumed. In a run that goes on, an agent
+    begins again from its task when a run is resumed. In a run that continues, an agent
     whose call is being answered at the end of a step waits: its tokens so far are kept,
     and parameters of the next step continue them. Deadlines of agents count this time.
 

@@ -1,4 +1,4 @@
-"""What the routes that sample have in common: a request's way from fields to answer.
+"""Common code of the routes that sample: a request's way from fields to answer.
 
 A route has a subclass of `Asked`, which reads the request and says what a choice looks
 like; the call, its errors, the recording of an episode and the counts are here.
@@ -65,7 +65,7 @@ class Asked(abc.ABC):
     wanted: Sequence[Wanted]
     recorded: Recorded | None
 
-    # What ids of answers begin with, and the kinds of an answer and of a stream's part.
+    # The prefix of answers' ids, and the kinds of an answer and of a stream's part.
     kinds: ClassVar[tuple[str, str, str]]
 
     @abc.abstractmethod
@@ -77,7 +77,7 @@ class Asked(abc.ABC):
         raise NotImplementedError("this route has no streams")
 
     def head(self, *, stream: bool) -> dict[str, Any]:
-        """What an answer begins with, and each part of a stream."""
+        """The first fields of an answer, and of each part of a stream."""
         return {
             "id": f"{self.kinds[0]}-{uuid.uuid4().hex}",
             "object": self.kinds[1 + stream],
@@ -86,7 +86,7 @@ class Asked(abc.ABC):
         }
 
     def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What an answer has beside its choices; may add to these."""
+        """The fields of an answer other than its choices; may add to the choices."""
         del choices
         return {}
 
@@ -105,7 +105,7 @@ class Asked(abc.ABC):
     ) -> None:
         """Records a finished choice in the episode, if there is one: its `turn`."""
         if self.recorded is not None:
-            # What cannot be sent is not recorded as served.
+            # An answer that cannot be sent is not recorded as served.
             _require_sendable([choice, message])
             reason = choice["finish_reason"]
             choice["turn"] = self.recorded.add(update, message, reason)
@@ -320,7 +320,7 @@ def with_likeliest(
     *,
     constrained: bool,
 ) -> list[dict[str, Any]]:
-    """An entry for each token from `first` on, with those of the `count` likeliest."""
+    """An entry for each token from `first` on, with its `count` likeliest tokens."""
     values = logprobs_of(update.tokens, constrained=constrained)[first:].tolist()
     ids = update.tokens.ids[first:].tolist()
     tops = likeliest(served, update, first, count, constrained=constrained)

@@ -142,7 +142,7 @@ class _Asked(answers.Asked):
         return {"prompt_token_ids": list(self.wanted[0].prompt)}
 
     def reply(self, update: Update) -> Reply:
-        """What a sample says, in parts."""
+        """The text of a sample, in parts."""
         finished = update.finish_reason is not None
         text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
         reply = parse(
@@ -184,7 +184,7 @@ class _Asked(answers.Asked):
         return _Choices(self).piece
 
     def logprobs(self, update: Update, first: int) -> dict[str, Any] | None:
-        """Those of the tokens from `first` on, if they are asked for."""
+        """The log-probs of the tokens from `first` on, if the request asks for them."""
         if not self.fields.logprobs:
             return None
         count = self.fields.top_logprobs or 0

@@ -158,7 +158,7 @@ class StreamOptions(_Fields):
 
 
 class AllSampling(_Read):
-    """How to sample: what all routes have in common."""
+    """Fields for sampling that all routes have."""
 
     temperature: Temperature | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -184,7 +184,7 @@ class AllSampling(_Read):
 
 
 class SamplingFields(AllSampling):
-    """What chats and completions have in common."""
+    """Fields that chats and completions have."""
 
     model_config = _Fields.model_config
 

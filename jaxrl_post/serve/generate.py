@@ -59,7 +59,7 @@ class _Asked(answers.Asked):
     """A request, read."""
 
     def head(self, *, stream: bool) -> dict[str, Any]:
-        """What the answer begins with."""
+        """The first fields of the answer."""
         del stream
         request_id = self.fields.request_id or uuid.uuid4().hex
         return {"request_id": request_id, "model": self.served.name}

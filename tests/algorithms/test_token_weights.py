@@ -62,7 +62,7 @@ def test_each_turn_is_moved_by_its_own_advantage(name):
 
 @pytest.mark.parametrize("name", ["clipped_rloo", "gmpo"])
 def test_where_turns_average_out_their_credit_is_refused(name):
-    with pytest.raises(ValueError, match=f"the ratio of {name} is that of a whole seq"):
+    with pytest.raises(ValueError, match=f"{name} has one ratio for a sequence"):
         check_run(turns_of(name), make_algorithm(AlgorithmConfig(name), 16))
     # The reason: these advantages leave no gradient.
     given = batch([0, 1, 1, 0, -1, -1, 0], [0, 1, 1, 0, 1, 1, 0], [-1.0] * 7)

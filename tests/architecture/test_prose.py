@@ -10,16 +10,10 @@ from tests.architecture import prose
 # FOLDER` lists them. Lower a number when you rewrite sentences, and never raise one.
 MOST = {
     "ARCHITECTURE.md": 34,
-    "README.md": 23,
-    "docs": 110,
     # The judge's prompt, which caches of judgements depend on.
     "jaxrl_post/envs": 1,
-    "jaxrl_post/learner": 36,
-    "jaxrl_post/programs": 64,
-    "jaxrl_post/rollout": 30,
-    "jaxrl_post/sampler": 1,
-    "jaxrl_post/serve": 3,
-    "tests": 5,
+    "jaxrl_post/programs": 1,
+    "jaxrl_post/rollout": 1,
 }
 
 

@@ -53,7 +53,7 @@ def test_a_run_with_tools_goes_on_as_if_it_had_not_stopped(run_here, tmp_path):
     run_here(*command)
     expected = measured(run)
     assert set(expected) >= {1, 2, 3, 4}
-    # What is left is a run that was stopped after its second step.
+    # The rest is a run that was stopped after its second step.
     shutil.rmtree(run / "checkpoints" / "4")
     shutil.rmtree(run / "model")
     assert "resumed at step 2 of 4" in run_here(*command)

@@ -405,7 +405,7 @@ def test_tiles_without_a_visible_score_are_skipped():
 @pytest.mark.parametrize(
     ("spec", "kv_heads"),
     [
-        # What is divided here is divided below too, where devices share a key head.
+        # The last two cases divide the same, and devices share a key head there.
         pytest.param("dp2,tp4", 8, marks=pytest.mark.all),
         pytest.param("dp8", 2, marks=pytest.mark.all),
         pytest.param("dp2,tp4", 2, id="two devices read one key head"),

@@ -48,7 +48,7 @@ def case(batch, queries, heads, kv_heads, keys, dim, value_dim, dtype=jnp.float3
 
 
 def part(function, query, key, value, at, positions, window, scale, softcap, **options):
-    """What `function` makes of the keys."""
+    """The result of `function` on the keys."""
     own, scoring = OwnKeys(key, value, positions), Scoring(window, scale, softcap)
     return function(query, own, at, scoring, **options)
 

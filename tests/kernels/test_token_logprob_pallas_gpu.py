@@ -34,7 +34,7 @@ def arrays(rows, width, vocab, vocab_size=None, *, scale=0.3, seed=0):
 
 
 def both_passes(hidden, weight, targets, mask, cotangents, kept=None, **options):
-    """What is returned, and (d hidden, d unembedding)."""
+    """The result, and (d hidden, d unembedding)."""
     by = options.pop("implementation")
 
     def run(hidden, weight):

@@ -106,6 +106,6 @@ def test_the_agent_of_the_notebook_trains_and_its_cells_read_the_run(trained, ca
     exec(conversation, said)
     assert said["curve"]("reward/mean") == [row["reward/mean"] for row in rows]
     assert "tokens trained on" in capsys.readouterr().out
-    # What is left out are the steps that learn, and a server of the trained model.
+    # This test leaves out the steps that learn, and a server of the trained model.
     assert 'curve("reward/mean")' in learned
     assert '"-m", "launch.serve"' in served

@@ -185,7 +185,7 @@ def test_a_run_whose_model_has_moved(trained, tmp_path, capsys):
     assert message in capsys.readouterr().out
     other = str(ROOT / "tests/parity/fixtures/qwen3")
     assert run(moved, tmp_path / "made", f"--base={other}") == 1
-    assert "Are they those of another model?" in capsys.readouterr().out
+    assert "another model's?" in capsys.readouterr().out
     assert run(moved, tmp_path / "made", f"--base={trained / 'model'}") == 0
     assert same(tensors(tmp_path / "made"), tensors(trained / "model"))
 

@@ -44,7 +44,7 @@ RUN_ELSEWHERE = {
     "docs/tutorials/notebook.md": "tests/architecture/test_readme.py",
     "README.md": "tests/architecture/test_readme.py",
 }
-# What a line of shell may begin with, apart from programs of `launch` and `make`.
+# Beginnings of lines of shell, apart from programs of `launch` and `make`.
 OTHERS = (
     ". .venv/bin/activate", "for index in", "done; wait", "python -m venv ",
     "kubectl apply -f launch/pods/", "pip install ", ".venv/bin/pip install ",
@@ -118,14 +118,14 @@ def test_a_command_is_taken(name, line, tmp_path, monkeypatch):
         if not file.startswith("/"):
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
-    # What `make smollm2` makes.
+    # The model of `make smollm2`.
     (tmp_path / "models/SmolLM2-135M-Instruct").mkdir(parents=True, exist_ok=True)
     words = shlex.split(line.replace("$index &", "1"), comments=True)
     place = next(i for i, word in enumerate(words) if word.startswith("launch."))
     program = importlib.import_module(words[place]).PROGRAM
     config = cli.read_options(program, words[place + 1 :])
     if not line.startswith(("sbatch", "TPU=")):
-        # Those name files of another machine.
+        # The others name files of another machine.
         program.check(config)
 
 

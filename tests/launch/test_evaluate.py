@@ -49,7 +49,7 @@ def test_completions_beyond_the_context_are_refused_by_their_option(
     assert run(model, tmp_path / "results.json", "--max-tokens=60") == 1
     assert re.match(
         "error: --max-tokens: a prompt and its completion must have at most 64 tokens, "
-        r"the model's context; got 60 beside a prompt of \d+, which is \d+; lower one",
+        r"the model's context; got 60 with a prompt of \d+, which is \d+; lower one",
         capsys.readouterr().out,
     )
 

@@ -100,7 +100,7 @@ def page(tmp_path, monkeypatch):
 
 
 def trained(rows):
-    """The metrics of the steps, without those of evaluations alone."""
+    """The metrics of the steps, without rows of evaluations alone."""
     [row] = [row for row in rows if "train/loss" in row]
     return row
 
@@ -118,7 +118,7 @@ def test_an_advantage(page):
     name = opened.option("algorithm.name").partition("?")[0]
     assert contract.broken(imported(name, "algorithm")()) is None
     row = trained(opened.run(*SPREADS))
-    # At most half of a group has 2 and the others 0; those of grpo add up to 0.
+    # At most half of a group has 2 and the others 0; grpo's advantages add up to 0.
     assert row["rollout/groups_with_spread"] > 0
     assert 0 < row["advantage/mean"] <= 1.0
 

@@ -355,7 +355,7 @@ def test_a_mistake_is_refused_before_anything_is_imported(
                     *("--rollout.max-turns=3", "--rollout.max-prompt-tokens=99"),
                     *(f"--algorithm.name={name}", "--algorithm.turn-credit=turns"),
                 ),
-                f"turn-credit turns: the ratio of {name} is that of a whole sequence",
+                f"turn-credit turns: {name} has one ratio for a sequence",
             )
             for name in ("clipped_rloo", "gmpo")
         ),

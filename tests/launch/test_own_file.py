@@ -86,7 +86,7 @@ def test_one_file_is_enough(folder, capsys):
     config = json.loads((run / "config.json").read_text())["config"]
     assert config["algorithm"]["name"] == NAME
     assert "stranger/moved" in (run / "report.html").read_text("utf-8")
-    # It goes on from its checkpoint, by the options or by its config.json.
+    # It resumes from its checkpoint, by the options or by its config.json.
     assert grpo.main(["--config=run/config.json", "--steps=2"]) == 0
     assert len(told(folder)) == 2
     assert report.main(["run"]) == 0

@@ -40,7 +40,7 @@ OPTIONAL = {
     "valid": jnp.ones(ROWS, bool),
     "present": jnp.ones((ROWS, 4), bool),
 }
-# Of each module.
+# The first case of each module.
 FIRST = {name.partition(".")[0]: name for name in reversed(CASES)}
 # Its result has one place a segment and no optional array.
 PER_SEGMENT = "sequences.segment_totals"

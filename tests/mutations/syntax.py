@@ -18,7 +18,7 @@ type Stood = list[ast.expr | list[ast.stmt]]
 
 
 def count(tree: ast.Module, function: str, pattern: str) -> int:
-    """How often a pattern fits in a function, as "Class.method"; "" for the module."""
+    """Counts matches of a pattern in a function, "Class.method"; "" for the module."""
     return len(list(_occurrences(tree, function, pattern)))
 
 
@@ -64,7 +64,7 @@ def _parsed(pattern: str) -> Nodes:
 def _occurrences(
     tree: ast.Module, function: str, pattern: str
 ) -> Iterator[tuple[Nodes, Stood]]:
-    """What a pattern fits in a function, and what stood for each `__`."""
+    """Yields a pattern's matches in a function, and the code at each `__`."""
     scopes: list[ast.AST] = [tree]
     for name in function.split(".") if function else ():
         scopes = [
@@ -132,7 +132,7 @@ def _is_rest(node: object) -> bool:
 
 
 def _filled(after: str, stood: Stood) -> str:
-    """What takes a pattern's place, with what stood there."""
+    """The replacement of a pattern, with the code that each `__` stood for."""
     left = iter(stood)
 
     class Fill(ast.NodeTransformer):

@@ -82,7 +82,7 @@ def test_whatever_happens_to_any_file_the_run_goes_on_from_whole_numbers(
         if aside:
             assert f"step 2 in {folder} is damaged: " in caplog.text
             assert file.name in caplog.text
-            assert "set aside as damaged-2, and the run goes on" in caplog.text
+            assert "set aside as damaged-2, and the run continues" in caplog.text
         state, meta = restored(checkpoints, step)
         assert_equal(state, make_state(step, size=SIZE))
         assert meta == {"drawn": step}

@@ -74,7 +74,7 @@ def test_a_step_takes_the_first_groups_and_the_others_go_on(coin, judges):
         assert metrics["rollout/in_flight"] + waiting == 8
         assert trainer.experience.drawn == 4 * number + 8
         assert not trainer.weights.engine.busy
-    # Every prompt once; those that are missing are still under way, or wait.
+    # Every prompt once; missing ones are still running, or wait.
     assert set(seen.values()) == {1}
     state = trainer.meta()
     rest = [g["prompt_id"] for g in (*state["flights"], *state["queue"])]

@@ -128,7 +128,7 @@ def test_a_run_that_is_done_says_so_and_has_its_model(copied, steps):
     assert outcome == Outcome(LAST, True, model, Path(copied.run_dir) / "report.html")
     assert (
         f"nothing is left to do: the run is at step {LAST}, and --steps is {steps}; "
-        "give more to go on"
+        "give more to continue"
     ) in output
     assert "resumed" not in output
     found = weights(copied)

@@ -518,7 +518,7 @@ def test_remax_compares_with_the_greedy_answer(coin, judges):
         trained = batch.loss_mask[row][places]
         found = batch.advantages[row][places][trained]
         assert set(found.tolist()) == {values[tokens]}
-    # Greedy: the same prompt has the same answer, whatever the noise.
+    # Greedy: the same prompt has the same answer, regardless of the noise.
     trainer.buffer.put(groups)
     saved = json.loads(json.dumps(trainer.buffer.to_json()))
     trainer.buffer.load(saved)

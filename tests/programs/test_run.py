@@ -309,8 +309,8 @@ def no_warm_start(monkeypatch):
 @pytest.mark.parametrize(
     ("prompt", "completion", "message"),
     [
-        (50, 2000, "got 2000 beside --rollout.max-prompt-tokens 50, which is 2050;"),
-        (0, 100_000, "got 100000 beside a prompt of 1, which is 100001; lower"),
+        (50, 2000, "got 2000 with --rollout.max-prompt-tokens 50, which is 2050;"),
+        (0, 100_000, "got 100000 with a prompt of 1, which is 100001; lower"),
     ],
 )
 @pytest.mark.usefixtures("no_warm_start")

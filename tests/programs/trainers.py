@@ -103,7 +103,7 @@ def _parts(
 def make_trainer(
     environment: Environment, judges: WorkerPool, config: RLConfig = RL
 ) -> OnlineTrainer:
-    """A trainer at step 0. Sizes and optimizer must be those of RL."""
+    """A trainer at step 0. Sizes and optimizer must equal RL's."""
     algorithm, learner, engine = _parts(
         config.algorithm, config.distill, config.exact, config.kept_ids
     )

@@ -230,7 +230,7 @@ def test_flights_with_calls_go_through_a_checkpoint(environment, tokenizer):
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
         whole = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         (expected,) = whole.run(sampler, [(3, task)], 1, SAMPLING)
-        # Stopped while the second call is under way.
+        # Stopped while the second call is running.
         first = make_collector(Codec(tokenizer), judges, LIMITS, deadline_s=60.0)
         first.start([(3, task)], 1, SAMPLING)
         flight = first.episodes._groups[3].flights[0]

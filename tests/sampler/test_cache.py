@@ -224,7 +224,7 @@ def test_a_long_answer_is_read_to_its_end(params):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_new_parameters_between_bursts(params, recompute):
-    """Kept keys are of the parameters that computed them; or they are made anew."""
+    """Kept keys are of the parameters that computed them; or they are made again."""
     engine = Engine(CONFIG, dataclasses.replace(SIZES, recompute_cache=recompute))
     changed = tiny.params(seed=1)
     sampling = dataclasses.replace(GREEDY, max_tokens=12)

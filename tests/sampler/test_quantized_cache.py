@@ -86,7 +86,7 @@ def test_latents_are_quantised_too(params):
     assert 1e-4 < error(LATENT, own, "int8") < 0.02
 
 
-# What differs is where codes lie, whatever they are.
+# The batch changes where codes lie, for every dtype alike.
 @pytest.mark.parametrize("dtype", daily(CODE_DTYPES, CODE_DTYPES[:1]))
 def test_samples_are_the_same_whatever_the_batch(params, dtype):
     """Slots, lengths of bursts, chunks of prompts and rows of a pass differ."""

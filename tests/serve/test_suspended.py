@@ -1,4 +1,4 @@
-"""Requests that are taken back from the sampler and go on under other parameters."""
+"""Requests that are taken back from the sampler and continue with other parameters."""
 
 import dataclasses
 

@@ -28,7 +28,7 @@ TILE = 128
 
 
 class Sight(NamedTuple):
-    """What decides which keys a query sees, as `attention` says.
+    """Facts that decide which keys a query sees, as in `attention`.
 
     Attributes:
         query_positions: int32 positions within the sequence.

@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What all blocks of threads of a kernel have in common.
+    """Facts that all blocks of threads of a kernel share.
 
     Attributes:
         settings: static.

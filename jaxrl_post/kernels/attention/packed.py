@@ -61,7 +61,7 @@ def padded_facts(facts: Facts, length: int) -> Facts:
 
 
 class Operands(NamedTuple):
-    """What queries attend to.
+    """Queries, and the keys and values to which they attend.
 
     Attributes:
         query: [batch, length, heads, head_dim].
@@ -79,7 +79,7 @@ class Operands(NamedTuple):
 
 
 class Towards(NamedTuple):
-    """What the backward pass begins with.
+    """Inputs of the backward pass.
 
     Attributes:
         cotangent: of the result, [batch, length, heads, value_dim].

@@ -168,7 +168,7 @@ class _Call(NamedTuple):
         return self.shape.queries(_widened(array))
 
     def inputs(self, operands: Operands) -> list[Array]:
-        """What every kernel reads: queries, keys and values."""
+        """Queries, keys and values, which every kernel reads."""
         query, *of_keys = operands[:3]
         keys = (self.shape.padded(_widened(array), 2) for array in of_keys)
         return [self.queries(query), *keys]

@@ -149,7 +149,7 @@ class _Call(NamedTuple):
         return cls(settings, kernel, shape, tiles, facts)
 
     def inputs(self, operands: Operands) -> list[tuple[str, Array]]:
-        """What every kernel reads."""
+        """Queries, keys and values, which every kernel reads."""
         (query, key, value, *_), shape = operands, self.shape
         return [
             ("query", shape.queries(query)),

@@ -14,7 +14,7 @@ MASKED = -1e30
 
 
 class Scoring(NamedTuple):
-    """What becomes of the products of queries and keys.
+    """Options of how products of queries and keys become scores.
 
     Attributes:
         window: tokens that a query looks back, itself included; None for all.

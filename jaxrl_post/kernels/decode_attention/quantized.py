@@ -71,8 +71,8 @@ class SharedKeys(NamedTuple):
         value: as in `OwnKeys`.
         positions: as in `OwnKeys`.
         places: int32 [batch]: sequence b is member m of group g if places[b] is
-            g * members + m. No two sequences have the same place; a value of
-            groups * members or more is that of a sequence that shares nothing. On a
+            g * members + m. No two sequences have the same place; a sequence that
+            shares nothing has a value of groups * members or more. On a
             mesh that splits the batch, each device counts its own groups from 0.
         members: places in a group.
     """

@@ -27,7 +27,7 @@ TILE_BYTES = 64 * 2**20
 
 
 class Scaling(NamedTuple):
-    """What becomes a logit of a product of hidden states and the unembedding.
+    """Options of how products of hidden states and the unembedding become logits.
 
     Attributes:
         temperature: > 0; divides the logits.

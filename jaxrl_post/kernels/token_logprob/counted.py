@@ -10,7 +10,7 @@ __all__ = ["ByRow", "Residuals", "counted_tiles", "take"]
 
 
 class ByRow(NamedTuple):
-    """What belongs to the rows of hidden states.
+    """Arrays with one entry for each row of hidden states.
 
     Attributes:
         targets: int32 ids.

@@ -18,7 +18,7 @@ from jaxrl_post.sharding import processes
 
 __all__ = ["check_agents", "open_agents"]
 
-# Seconds for one answer; the episode's own deadline is that of its agent.
+# Seconds for one answer; an episode's own deadline is its agent's.
 ANSWER_S = 3600.0
 
 

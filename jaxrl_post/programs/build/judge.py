@@ -156,7 +156,7 @@ class RewardJudge:
 
     def _encoded(self, task: Task, answer: str) -> packing.Sequence:
         # An answer that spells special tokens out would get the tokens themselves, and
-        # could write turns that nobody said.
+        # could write turns that were never said.
         if self.config.head == "process":
             steps = [s for s in answer.split(self.options.separator) if s.strip()]
             steps = list(map(self.tokenizer.with_special_broken, steps or [answer]))
@@ -218,7 +218,7 @@ def open_judge(
         mesh: of the run.
         rules: sharding rules of the run.
         dtype: of the parameters.
-        now: the time that the model's chat template sees; None for that of a
+        now: the time that the model's chat template sees; None for the time of
             rendering.
 
     Raises:

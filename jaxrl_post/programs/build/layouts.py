@@ -27,7 +27,7 @@ __all__ = ["SamplerLayout", "gathered_bytes", "same_devices", "sampler_layout"]
 
 @dataclass
 class SamplerLayout:
-    """How the sampler gets its parameters.
+    """Layout and dtype of the sampler's parameters, and how they are published.
 
     Attributes:
         mesh: the sampler's mesh, on the trainer's devices.
@@ -56,7 +56,7 @@ class SamplerLayout:
         return None if self.codes is None else list(matrices(self.codes).values())
 
     def read(self, model: Model) -> PyTree:
-        """What a decoded token reads: arrays, or abstract arrays.
+        """The parameters that decoding a token reads: arrays, or abstract arrays.
 
         Args:
             model: the trained model.

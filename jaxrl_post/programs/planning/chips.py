@@ -1,4 +1,4 @@
-"""Rooflines: what chips compute and move at best, by their vendors' documentation."""
+"""Rooflines: peak rates of chips, from their vendors' documentation."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ __all__ = ["CHIPS", "NO_WORK", "Chip", "Times", "Work"]
 
 @dataclass(frozen=True)
 class Work:
-    """What one device computes and moves to or from its memory.
+    """Work of one device: operations, and bytes moved to or from its memory.
 
     Attributes:
         flops: floating-point operations.

@@ -1,4 +1,4 @@
-"""Compiles programs for a TPU slice that need not exist, and reads what they need.
+"""Compiles programs for a TPU slice that need not exist; reads memory and work.
 
 `libtpu`, which `pip` installs on any Linux machine, holds the compiler for TPUs. A
 program is lowered from shapes alone; the compiler reports its memory, and its text
@@ -121,7 +121,7 @@ def compiler_options(pairs: tuple[str, ...]) -> dict[str, str]:
 def compile_program(
     program: Program, options: dict[str, str], directory: Path | None
 ) -> ProgramPlan:
-    """Compiles one program for its TPU slice, and returns what it needs of a device.
+    """Compiles one program for its TPU slice; returns its memory and work on a device.
 
     Args:
         program: a function and the shapes of its arguments.

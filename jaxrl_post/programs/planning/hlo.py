@@ -1,4 +1,4 @@
-"""Finds the collectives in the text of a compiled program, and what they receive."""
+"""Finds the collectives in a compiled program's text, and the bytes they receive."""
 
 import math
 import re

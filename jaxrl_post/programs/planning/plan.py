@@ -48,7 +48,7 @@ HBM_GIB = {
 
 
 def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
-    """Compiles the programs of a step and prints what they need.
+    """Compiles the programs of a step and prints their memory and seconds.
 
     Args:
         config: the options.

@@ -49,7 +49,7 @@ def print_prediction(
     assumed: Sequence[str],
     console: Console,
 ) -> None:
-    """Prints the predicted seconds of a step, with what they rest on.
+    """Prints the predicted seconds of a step, with their assumptions.
 
     Args:
         made: the programs of the step.
