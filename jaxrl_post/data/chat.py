@@ -14,10 +14,10 @@ from jaxrl_post.messages import Message
 __all__ = [
     "NO_OPTIONS",
     "REASONING",
+    "MessageLike",
     "Messages",
     "Options",
     "RewrittenError",
-    "Turn",
     "once_ended",
     "render",
     "render_reply",
@@ -43,7 +43,7 @@ class RewrittenError(TokenizerError):
 
 
 @runtime_checkable
-class Turn(Protocol):
+class MessageLike(Protocol):
     """A message of a conversation, with a role and a content.
 
     It may also have `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as
@@ -62,7 +62,7 @@ class Turn(Protocol):
         ...
 
 
-type Messages = Sequence[Turn | Mapping[str, Any]]
+type Messages = Sequence[MessageLike | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ def rendered(
     return templates.run(source, variables, now=options.now or tokenizer.now)
 
 
-def row_of(message: Turn | Mapping[str, Any]) -> dict[str, Any]:
+def row_of(message: MessageLike | Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it.
 
     It has no None, and reasoning under each of its names.

@@ -30,7 +30,7 @@ class Codec:
     max_result_tokens: int = 1024
 
     def render(
-        self, messages: Sequence[chat.Turn], tools: Tools = ()
+        self, messages: Sequence[chat.MessageLike], tools: Tools = ()
     ) -> tuple[int, ...]:
         """Tokens of a conversation, up to the start of the assistant's answer."""
         return chat.render(self.tokenizer, messages, chat.with_tools(tools))

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from jaxrl_post.data import chat
-from jaxrl_post.data.chat import Messages, Options, Turn
+from jaxrl_post.data.chat import MessageLike, Messages, Options
 from jaxrl_post.data.learned import parts
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.messages import Message
@@ -124,13 +124,13 @@ def written(
     return "".join(_said(turn, tokenizer) for turn in turns)
 
 
-def _said(turn: Turn | Mapping[str, Any], tokenizer: Tokenizer) -> str:
+def _said(turn: MessageLike | Mapping[str, Any], tokenizer: Tokenizer) -> str:
     content = turn.get("content") if isinstance(turn, Mapping) else turn.content
     ends = tokenizer.stop_tokens[:1] if _role(turn) == "assistant" else ()
     return "".join((content if isinstance(content, str) else "", *ends))
 
 
-def _role(turn: Turn | Mapping[str, Any]) -> Any:
+def _role(turn: MessageLike | Mapping[str, Any]) -> Any:
     return turn.get("role") if isinstance(turn, Mapping) else turn.role
 
 

@@ -26,7 +26,7 @@ from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 from jaxrl_post.messages import Message
 from jaxrl_post.tables import Layout, listed, read_table
 
-__all__ = ["Judged", "Preference", "read_preferences"]
+__all__ = ["JudgedAnswer", "Preference", "read_preferences"]
 
 # Field names that data sets use for the scores of the chosen and the rejected answer.
 _SCORES = (
@@ -58,7 +58,7 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedAnswer:
     """One answer to a prompt, and whether the answer is desirable.
 
     Args:
@@ -76,7 +76,7 @@ class Judged:
 
 def read_preferences(
     path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
-) -> tuple[list[Preference] | list[Judged], Report]:
+) -> tuple[list[Preference] | list[JudgedAnswer], Report]:
     r"""Reads pairs of a preferred and a less preferred answer, or judged answers.
 
     The fields of the first good row determine which of four layouts the file has; every
@@ -184,7 +184,7 @@ def _solutions(row: Mapping[str, Any]) -> list[Preference]:
     return [_preference(messages, c, i, None) for c in correct for i in incorrect]
 
 
-def _judged(row: Mapping[str, Any]) -> list[Judged]:
+def _judged(row: Mapping[str, Any]) -> list[JudgedAnswer]:
     require_no_tools(row)
     messages = prompt_of(row["prompt"])
     answer = answer_of(row["completion"], "completion", messages)
@@ -194,7 +194,7 @@ def _judged(row: Mapping[str, Any]) -> list[Judged]:
     if type(desirable) is not bool:
         got = type(desirable).__name__
         raise BadRowError(f"field 'label' must be bool (true: desirable), got {got}")
-    return [Judged(messages, answer, desirable, group_of(messages))]
+    return [JudgedAnswer(messages, answer, desirable, group_of(messages))]
 
 
 # Any: all rows of a file have one layout, so its examples have one type.

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from jaxrl_post.data.preferences import Judged, Preference
+from jaxrl_post.data.preferences import JudgedAnswer, Preference
 
 __all__ = ["answers_to_others", "unpaired"]
 
 
-def unpaired(preferences: Sequence[Preference]) -> list[Judged]:
+def unpaired(preferences: Sequence[Preference]) -> list[JudgedAnswer]:
     """Splits pairs: the chosen answers are desirable, the rejected ones are not.
 
     An answer that is chosen in several pairs, or rejected in several, counts once.
@@ -25,14 +25,14 @@ def unpaired(preferences: Sequence[Preference]) -> list[Judged]:
     [('4', True), ('5', False), ('22', False)]
     """
     answers = (
-        Judged(pair.messages, answer, desirable, pair.group)
+        JudgedAnswer(pair.messages, answer, desirable, pair.group)
         for pair in preferences
         for answer, desirable in ((pair.chosen, True), (pair.rejected, False))
     )
     return list(dict.fromkeys(answers))
 
 
-def answers_to_others(judged: Sequence[Judged]) -> list[str]:
+def answers_to_others(judged: Sequence[JudgedAnswer]) -> list[str]:
     """Pairs the prompt of every judged answer with the answer to another prompt.
 
     The answers are grouped by prompt. Each is replaced by the answer `most` places

@@ -20,17 +20,17 @@ from jaxrl_post.envs.env import (
     player_url,
     response,
 )
-from jaxrl_post.envs.workers.pool import Outcome, WorkerPool, WorkerStartError
+from jaxrl_post.envs.workers.pool import Judgement, WorkerPool, WorkerStartError
 
 __all__ = [
     "AgentEnvironment",
     "Answer",
     "Environment",
+    "Judgement",
     "Message",
     "NeedsPreparation",
     "NeedsTrial",
     "NeedsTurns",
-    "Outcome",
     "Repeats",
     "Session",
     "StatefulEnvironment",

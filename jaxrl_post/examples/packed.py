@@ -13,7 +13,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import learned, packing
 from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import Lengths, written
-from jaxrl_post.data.preferences import Judged, Preference
+from jaxrl_post.data.preferences import JudgedAnswer, Preference
 from jaxrl_post.data.steps import Solution, judged_tokens
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.unpaired import answers_to_others
@@ -25,7 +25,7 @@ from jaxrl_post.types import TokenBatch
 
 __all__ = [
     "Examples",
-    "Judgements",
+    "JudgedExamples",
     "Mismatched",
     "Pairs",
     "Solutions",
@@ -83,7 +83,7 @@ class Checked(Examples, Protocol):
 
 
 @dataclass(frozen=True)
-class Splits[Item: Preference | Judged | Solution](Checked):
+class Splits[Item: Preference | JudgedAnswer | Solution](Checked):
     """Training and held-out items, one example each.
 
     Attributes:
@@ -202,22 +202,25 @@ class Pairs(Splits[Preference]):
             chosen = replace(chosen, margins=_everywhere(margin, chosen))
         return chosen, rejected
 
-    def imitated(self) -> "Judgements":
+    def imitated(self) -> "JudgedExamples":
         """The chosen answers, for supervised fine-tuning."""
         train, held_out = (
-            [Judged(p.messages, p.chosen, True, p.group) for p in self.items(split)]
+            [
+                JudgedAnswer(p.messages, p.chosen, True, p.group)
+                for p in self.items(split)
+            ]
             for split in SPLITS
         )
-        return Judgements(train, held_out)
+        return JudgedExamples(train, held_out)
 
 
 @dataclass(frozen=True)
-class Judgements(Splits[Judged]):
+class JudgedExamples(Splits[JudgedAnswer]):
     """Judged answers, with the labels 1 for desirable answers and -1 for others."""
 
     noun: ClassVar[str] = "answers"
 
-    def said_of(self, item: Judged) -> Iterable[str]:
+    def said_of(self, item: JudgedAnswer) -> Iterable[str]:
         """The answer."""
         return (item.answer,)
 
@@ -236,12 +239,12 @@ class Judgements(Splits[Judged]):
         prompt, target = learned.answered(tokenizer, each.messages, each.answer)
         return (_labelled(prompt, target, 1.0 if each.desirable else -1.0),)
 
-    def imitated(self) -> "Judgements":
+    def imitated(self) -> "JudgedExamples":
         """The desirable answers, for supervised fine-tuning."""
         train, held_out = (
             [each for each in self.items(split) if each.desirable] for split in SPLITS
         )
-        return Judgements(train, held_out)
+        return JudgedExamples(train, held_out)
 
     def mismatched(self, max_tokens: int) -> "Mismatched":
         """The same prompts, each with an answer to another prompt.
@@ -272,7 +275,7 @@ class Mismatched:
         max_tokens: maximum tokens of prompt plus answer; longer answers are cut.
     """
 
-    judgements: Judgements
+    judgements: JudgedExamples
     answers: Mapping[Split, Sequence[str]]
     max_tokens: int
 

@@ -15,10 +15,10 @@ from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PREFERENCES, PairsConfig, PreferenceLossConfig
 from jaxrl_post.data.held_out import one_a_group, split
-from jaxrl_post.data.preferences import Judged, Preference, read_preferences
+from jaxrl_post.data.preferences import JudgedAnswer, Preference, read_preferences
 from jaxrl_post.data.steps import read_steps
 from jaxrl_post.data.unpaired import unpaired as taken_apart
-from jaxrl_post.examples.packed import Judgements, Pairs, Solutions
+from jaxrl_post.examples.packed import JudgedExamples, Pairs, Solutions
 from jaxrl_post.jsonl import Report
 from jaxrl_post.records.own import loaded, made
 from jaxrl_post.records.sinks import warnings_shown
@@ -121,7 +121,7 @@ def open_pairs(
     return Pairs(train, one_a_group(held_out), margin)
 
 
-def open_judgements(config: PairsConfig, console: Console) -> Judgements:
+def open_judgements(config: PairsConfig, console: Console) -> JudgedExamples:
     """Reads judged answers, or splits pairs; holds out one answer per held-out prompt.
 
     Raises:
@@ -129,7 +129,7 @@ def open_judgements(config: PairsConfig, console: Console) -> Judgements:
         ValueError: the file is bad.
     """
     found = _read(config, console, read_preferences, PAIRS)
-    judged = [each for each in found if isinstance(each, Judged)]
+    judged = [each for each in found if isinstance(each, JudgedAnswer)]
     judged += taken_apart([each for each in found if isinstance(each, Preference)])
     train, held_out = split(judged, eval_share=config.eval_share)
     for label, noun in ((True, "desirable"), (False, "undesirable")):
@@ -138,7 +138,7 @@ def open_judgements(config: PairsConfig, console: Console) -> Judgements:
                 f"--data.path: all {len(train)} train answers of {config.path} are "
                 f"{noun}; answers of both kinds are needed to tell them apart"
             )
-    return Judgements(train, one_a_group(held_out))
+    return JudgedExamples(train, one_a_group(held_out))
 
 
 def open_solutions(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.kernels.attention.paths import (
     BLOCK,
-    Settings,
+    PathSettings,
     Tasks,
     attend_paths,
     queries_per_task,
@@ -205,7 +205,7 @@ def exact_attention(
 
             return pair([one(array) for array in arrays])
 
-    settings = Settings(
+    settings = PathSettings(
         float(config.score_scale), config.window(index), config.attention_softcap
     )
     sinks = getattr(params.attention, "sinks", None)

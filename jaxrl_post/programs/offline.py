@@ -53,8 +53,8 @@ from jaxrl_post.programs.hub import Fetched, fetch_run
 from jaxrl_post.programs.intervals import wilson_interval
 from jaxrl_post.programs.loop import Trainer, train
 from jaxrl_post.programs.run import (
-    Outcome,
     Run,
+    RunResult,
     WarmStartStoppedError,
     finish,
     open_run,
@@ -118,7 +118,7 @@ def run_offline(
     console: Console,
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
+) -> RunResult:
     """Trains on a data set, from the beginning or from a checkpoint.
 
     Args:
@@ -147,7 +147,7 @@ def run_offline(
     try:
         return _run(fetched, job, console, command, should_stop)
     except WarmStartStoppedError:
-        return Outcome(step=0, completed=False, model=None, report=None)
+        return RunResult(step=0, completed=False, model=None, report=None)
 
 
 def _fine_tuning(config: SFTConfig, console: Console) -> Job:
@@ -230,7 +230,7 @@ def _run(
     console: Console,
     command: str,
     should_stop: Callable[[], bool],
-) -> Outcome:
+) -> RunResult:
     def warm_start(config: OfflineConfig, model: Model) -> Model:
         return warm_started(
             config.warm_start,
@@ -268,7 +268,7 @@ def _loop(
     job: Job,
     examples: Examples,
     should_stop: Callable[[], bool],
-) -> Outcome:
+) -> RunResult:
     trainer = _trainer(run, job, examples)
     step, metrics = train(
         run, trainer, should_stop=should_stop, log_every=run.config.log_every

@@ -44,8 +44,8 @@ from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.loop import train
 from jaxrl_post.programs.rl import OnlineTrainer
 from jaxrl_post.programs.run import (
-    Outcome,
     Run,
+    RunResult,
     WarmStartStoppedError,
     finish,
     open_run,
@@ -66,7 +66,7 @@ def run_rl(
     console: Console,
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
+) -> RunResult:
     """Trains a model on its own samples, in a new or a resumed run.
 
     Args:
@@ -125,7 +125,7 @@ def run_rl(
                 _print_layout(run, trainer)
                 return _loop(run, trainer, should_stop)
     except WarmStartStoppedError:
-        return Outcome(step=0, completed=False, model=None, report=None)
+        return RunResult(step=0, completed=False, model=None, report=None)
 
 
 # Returns the tasks whose prompts fit a model, and the longest prompt's tokens.
@@ -274,7 +274,7 @@ def _trainer(
 
 def _loop(
     run: Run[RLConfig], trainer: OnlineTrainer, should_stop: Callable[[], bool]
-) -> Outcome:
+) -> RunResult:
     step, _ = train(run, trainer, should_stop=should_stop)
     critic = None
     if trainer.updater.critic is not None:

@@ -67,8 +67,8 @@ from jaxrl_post.sharding.processes import ProcessesError
 
 __all__ = [
     "RUN_ERRORS",
-    "Outcome",
     "Run",
+    "RunResult",
     "WarmStartStoppedError",
     "finish",
     "open_run",
@@ -94,7 +94,7 @@ class WarmStartStoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """The end of a run: completed or stopped, and its files.
 
     Attributes:
@@ -453,7 +453,7 @@ def print_table(console: Console, rows: list[tuple[str, str, str]]) -> None:
 
 def finish(
     run: Run, state: TrainState, step: int, *, critic: Model | None = None
-) -> Outcome:
+) -> RunResult:
     """Saves the model if training is complete; writes the report in any case.
 
     Args:
@@ -473,4 +473,4 @@ def finish(
     # No row is left where the log of a complete run was removed.
     if not processes.index() and any(read_rows(run.directory.metrics)):
         report = write_report(run.directory)
-    return Outcome(step, completed, saved, report)
+    return RunResult(step, completed, saved, report)

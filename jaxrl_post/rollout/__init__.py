@@ -4,7 +4,7 @@ from jaxrl_post.rollout.buffer import Admission, Buffer
 from jaxrl_post.rollout.collector import Collector
 from jaxrl_post.rollout.dialogue import Dialogue
 from jaxrl_post.rollout.episode import Episode, Group, Turn
-from jaxrl_post.rollout.flight import Limits
+from jaxrl_post.rollout.flight import EpisodeLimits
 
 __all__ = [
     "Admission",
@@ -12,7 +12,7 @@ __all__ = [
     "Collector",
     "Dialogue",
     "Episode",
+    "EpisodeLimits",
     "Group",
-    "Limits",
     "Turn",
 ]

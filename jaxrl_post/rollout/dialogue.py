@@ -11,10 +11,10 @@ from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.data.tokenizer import TextError, TokenizerError
 from jaxrl_post.envs.env import Answer, Message, Step, Task, ToolCall
-from jaxrl_post.envs.workers.pool import Outcome
+from jaxrl_post.envs.workers.pool import Judgement
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode
-from jaxrl_post.rollout.flight import Flight, Limits
+from jaxrl_post.rollout.flight import EpisodeLimits, Flight
 from jaxrl_post.rollout.judgements import Judgements, Judges
 from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, SamplingParams
@@ -65,7 +65,7 @@ class Dialogue:
 
     codec: Codec
     judges: Judges
-    limits: Limits
+    limits: EpisodeLimits
     grace_s: float = 0.0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"rollout": 0.0, "reward": 0.0}
@@ -236,7 +236,7 @@ class Dialogue:
         flight = self._groups[sample[0]].flights[sample[1]]
         self._judgements.request(flight.task, flight.conversation, sample)
 
-    def _judged(self, sample: SampleId, outcome: Outcome, sampler: Sampler) -> None:
+    def _judged(self, sample: SampleId, outcome: Judgement, sampler: Sampler) -> None:
         group, step = self._groups[sample[0]], outcome.step
         flight = group.flights[sample[1]]
         if step is None:
@@ -245,9 +245,10 @@ class Dialogue:
         if not step.done and self.limits.max_turns == 1:
             # Otherwise the episode would end here and count as one without reward.
             raise SeveralTurnsError(
-                f"--env: task {flight.task.id} goes on after its first turn (Step.done "
-                "is False), and an episode may have one; raise --rollout.max-turns (in "
-                "launch.evaluate --max-turns) to the most turns that it may have"
+                f"--env: task {flight.task.id} continues after its first turn "
+                "(Step.done is False), and an episode may have one; raise "
+                "--rollout.max-turns (in launch.evaluate --max-turns) to the most turns "
+                "that it may have"
             )
         try:
             event = self._with_reply(flight, step)
@@ -263,10 +264,10 @@ class Dialogue:
         if isinstance(effect, flights.Generate):
             sampler.submit(_request(sample, effect, group.sampling))
 
-    def _with_reply(self, flight: Flight, step: Step) -> flights.Judged:
+    def _with_reply(self, flight: Flight, step: Step) -> flights.Answered:
         """The event of a judgement, with a reply only if another turn follows."""
         if not step.messages or not flights.has_turns_left(flight, step, self.limits):
-            return flights.Judged(step)
+            return flights.Answered(step)
         tools = flight.task.tools
         try:
             reply = self.codec.reply(
@@ -275,8 +276,8 @@ class Dialogue:
         except RewrittenError:
             # As a server would write it that is sent the messages.
             messages = (*self._as_read(flight), *step.messages)
-            return flights.Judged(step, self.codec.render(messages, tools), anew=True)
-        return flights.Judged(step, reply)
+            return flights.Answered(step, self.codec.render(messages, tools), anew=True)
+        return flights.Answered(step, reply)
 
     def _as_read(self, flight: Flight) -> list[Message]:
         """The conversation, each answer in parts; templates may write only some."""

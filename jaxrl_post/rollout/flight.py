@@ -1,10 +1,10 @@
 """The state machine of one running episode: (state, event) -> (state, effect).
 
-    begin -> Generate -> [Generated] -> Judge -> [Judged] -> Generate ... -> Finish
+    begin -> Generate -> [Generated] -> Ask -> [Answered] -> Generate ... -> Finish
 
 A single-turn task ends after the first judgement. This module is pure and does not
-wait, sample or judge: the collector executes the effects and reports the events. The
-effect is a function of the state, so a flight restored from a checkpoint continues
+wait, sample or judge: `rollout.dialogue` executes the effects and reports the events.
+The effect is a function of the state, so a flight restored from a checkpoint continues
 where it stopped.
 """
 
@@ -22,8 +22,11 @@ from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Turn
 from jaxrl_post.tokens import Tokens
 
 __all__ = [
+    "Answered",
+    "Ask",
     "ChangedTaskError",
     "Effect",
+    "EpisodeLimits",
     "Event",
     "Failed",
     "Finish",
@@ -31,9 +34,6 @@ __all__ = [
     "Generate",
     "Generated",
     "Interrupted",
-    "Judge",
-    "Judged",
-    "Limits",
     "begin",
     "effect_of",
     "has_turns_left",
@@ -46,7 +46,7 @@ class ChangedTaskError(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Bounds of an episode.
 
     Attributes:
@@ -167,7 +167,7 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Answered:
     """Event: the environment answered.
 
     Attributes:
@@ -204,7 +204,7 @@ class Generate:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Ask:
     """Effect: request the environment's judgement."""
 
     conversation: tuple[Message, ...]
@@ -217,8 +217,8 @@ class Finish:
     episode: Episode
 
 
-type Event = Generated | Interrupted | Judged | Failed
-type Effect = Generate | Judge | Finish
+type Event = Generated | Interrupted | Answered | Failed
+type Effect = Generate | Ask | Finish
 
 
 def begin(
@@ -243,14 +243,16 @@ def effect_of(flight: Flight) -> Effect:
     if flight.awaits == "nobody":
         return Finish(flight.episode)
     if flight.awaits == "environment":
-        return Judge(flight.conversation)
+        return Ask(flight.conversation)
     said = [ids for turn in flight.said for ids in (turn.context, turn.sampled)]
     pieces = (*said, flight.context, flight.partial)
     prompt = tuple(token for piece in pieces for token in piece.ids.tolist())
     return Generate(prompt, len(flight.partial))
 
 
-def transition(flight: Flight, event: Event, limits: Limits) -> tuple[Flight, Effect]:
+def transition(
+    flight: Flight, event: Event, limits: EpisodeLimits
+) -> tuple[Flight, Effect]:
     """Advances an episode by one event.
 
     Args:
@@ -265,12 +267,12 @@ def transition(flight: Flight, event: Event, limits: Limits) -> tuple[Flight, Ef
             flight = dataclasses.replace(flight, partial=flight.partial + tokens)
         case Generated():
             flight = _generated(flight, event)
-        case Judged():
+        case Answered():
             flight = _judged(flight, event, limits)
     return flight, effect_of(flight)
 
 
-def has_turns_left(flight: Flight, step: Step, limits: Limits) -> bool:
+def has_turns_left(flight: Flight, step: Step, limits: EpisodeLimits) -> bool:
     """Whether another turn follows a judgement, if its prompt is not too long."""
     return not step.done and len(flight.episode.turns) < limits.max_turns
 
@@ -316,7 +318,7 @@ def _generated(flight: Flight, event: Generated) -> Flight:
     )
 
 
-def _judged(flight: Flight, event: Judged, limits: Limits) -> Flight:
+def _judged(flight: Flight, event: Answered, limits: EpisodeLimits) -> Flight:
     step = event.step
     *before, last = flight.episode.turns
     judged = dataclasses.replace(

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jaxrl_post.envs.env import Message, Task
-from jaxrl_post.envs.workers.interface import Outcome, decode_outcome, encode_outcome
+from jaxrl_post.envs.workers.interface import Judgement, decode_outcome, encode_outcome
 from jaxrl_post.sampler.requests import SampleId
 from jaxrl_post.sharding import processes
 
 __all__ = ["Judgements", "Judges"]
 
-type _Future = concurrent.futures.Future[Outcome]
+type _Future = concurrent.futures.Future[Judgement]
 
 # Seconds between two exchanges while no judgement has arrived anywhere.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
@@ -34,7 +34,7 @@ class Judges(Protocol):
 
     def submit(
         self, task: Task, conversation: tuple[Message, ...], session: SampleId
-    ) -> concurrent.futures.Future[Outcome]:
+    ) -> concurrent.futures.Future[Judgement]:
         """Requests the answer to the turn that ends a conversation."""
         ...
 
@@ -87,7 +87,7 @@ class Judgements:
 
     def take(
         self, deadline: float, *, grace_s: float, idle: bool
-    ) -> Iterator[tuple[SampleId, Outcome]]:
+    ) -> Iterator[tuple[SampleId, Judgement]]:
         """Yields the judgements that have arrived, in the order of their requests.
 
         Args:
@@ -114,7 +114,7 @@ class Judgements:
             self._due.discard(number)
             yield self._waiting.pop(number), ready[number]
 
-    def _arrivals(self, wait_s: float) -> dict[int, Outcome]:
+    def _arrivals(self, wait_s: float) -> dict[int, Judgement]:
         """Judgements that have arrived; waits for the first one, at most `wait_s`."""
         if processes.count() == 1:
             return self._local(wait_s)
@@ -136,9 +136,9 @@ class Judgements:
                 return merged
             pause = min(2 * pause, _LONGEST_WAIT_S)
 
-    def _local(self, wait_s: float) -> dict[int, Outcome]:
+    def _local(self, wait_s: float) -> dict[int, Judgement]:
         """Judgements of this process's workers that have arrived."""
-        found: dict[int, Outcome] = {}
+        found: dict[int, Judgement] = {}
         expires = time.monotonic() + wait_s
         with contextlib.suppress(queue.Empty):
             while True:

@@ -20,7 +20,13 @@ from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinishe
 from jaxrl_post.sharding.reshard import Plan, as_target, plan_reshard, reshard
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["Group", "Published", "Relayout", "buffer_pointers", "bytes_over_links"]
+__all__ = [
+    "MovedArrays",
+    "Published",
+    "Relayout",
+    "buffer_pointers",
+    "bytes_over_links",
+]
 
 
 class Published:
@@ -111,7 +117,7 @@ class Relayout:
         self.targets = targets
         self._structure = jax.tree.structure(targets)
         self._group_bytes = group_bytes
-        self._groups: list[Group] | None = None
+        self._groups: list[MovedArrays] | None = None
         # The arrays of the last call, and what became of them.
         self._sources: list[Any] = []
         self._placed: list[Any] = []
@@ -163,7 +169,7 @@ class Relayout:
         ]
         return max((found.temp_size_in_bytes for found in analyses), default=0)
 
-    def groups(self, tree: PyTree) -> list["Group"]:
+    def groups(self, tree: PyTree) -> list["MovedArrays"]:
         """The programs that move a tree, in order; nothing is compiled or moved.
 
         Args:
@@ -180,9 +186,9 @@ class Relayout:
             raise ValueError("tree: must have the structure of the targets")
         return leaves
 
-    def _grouped(self, leaves: Sequence[Any]) -> list["Group"]:
+    def _grouped(self, leaves: Sequence[Any]) -> list["MovedArrays"]:
         """Groups the arrays that have another layout than their target."""
-        groups, total = list[Group](), 0
+        groups, total = list[MovedArrays](), 0
         for place, target in enumerate(jax.tree.leaves(self.targets)):
             leaf = leaves[place]
             same = leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
@@ -190,7 +196,7 @@ class Relayout:
                 continue
             way = _Way(place, leaf.dtype, leaf.sharding, target)
             if not groups or total + way.largest_bytes > self._group_bytes:
-                groups.append(Group([]))
+                groups.append(MovedArrays([]))
                 total = 0
             groups[-1].ways.append(way)
             total += way.largest_bytes
@@ -248,7 +254,7 @@ class _Way:
 
 
 @dataclass
-class Group:
+class MovedArrays:
     """Arrays that one program of a `Relayout` moves.
 
     Attributes:

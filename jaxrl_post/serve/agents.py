@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 
 from jaxrl_post.envs.env import BASE_URL, Answer, Step, Task
-from jaxrl_post.envs.workers.interface import Outcome
+from jaxrl_post.envs.workers.interface import Judgement
 from jaxrl_post.messages import Message, ToolCall
 from jaxrl_post.rollout.episode import Episode, EpisodeEnd, Turn
 from jaxrl_post.rollout.judgements import Judgements, Judges
@@ -236,7 +236,7 @@ class Agents:
         samples = [each["sample_index"] for each in saved]
         self.begin(prompt_id, task, samples, sampling)
 
-    def _ended(self, sample: SampleId, outcome: Outcome) -> Episode:
+    def _ended(self, sample: SampleId, outcome: Judgement) -> Episode:
         why = "the agent is done"
         if outcome.kind == "timeout":
             why = "its agent was stopped at --rollout.reward-deadline-s"
@@ -267,7 +267,7 @@ def _episode(
     sample: SampleId,
     task: Task,
     recording: Recording,
-    outcome: Outcome,
+    outcome: Judgement,
     decode: Callable[[Sequence[int]], str],
 ) -> Episode:
     """Builds an episode from the served turns; each branch is a sequence of its own."""

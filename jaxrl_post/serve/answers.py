@@ -23,8 +23,8 @@ from jaxrl_post.serve.calls import (
     LEAST_LOGPROB,
     ApiError,
     Call,
+    SampleUpdate,
     Served,
-    Update,
     Wanted,
     collected,
     logprobs_of,
@@ -69,10 +69,10 @@ class Asked(abc.ABC):
     kinds: ClassVar[tuple[str, str, str]]
 
     @abc.abstractmethod
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: SampleUpdate) -> dict[str, Any]:
         """A finished sample as a choice of the answer."""
 
-    def pieces(self) -> Callable[[Update], dict[str, Any] | None]:
+    def pieces(self) -> Callable[[SampleUpdate], dict[str, Any] | None]:
         """A function that tells a stream what is new in a choice; None for nothing."""
         raise NotImplementedError("this route has no streams")
 
@@ -101,7 +101,10 @@ class Asked(abc.ABC):
             self.recorded.drop()
 
     def record(
-        self, choice: dict[str, Any], update: Update, message: dict[str, Any] | None
+        self,
+        choice: dict[str, Any],
+        update: SampleUpdate,
+        message: dict[str, Any] | None,
     ) -> None:
         """Records a finished choice in the episode, if there is one: its `turn`."""
         if self.recorded is not None:
@@ -271,7 +274,7 @@ def token_text(served: Served, token: int) -> str:
 
 
 def likeliest(
-    served: Served, update: Update, first: int, count: int, *, constrained: bool
+    served: Served, update: SampleUpdate, first: int, count: int, *, constrained: bool
 ) -> list[dict[int, float]]:
     """Log-probs of the `count` likeliest tokens at places from `first` on, by id."""
     found: list[dict[int, float]] = []
@@ -294,7 +297,7 @@ def likeliest(
 
 
 def chat_logprobs(
-    served: Served, update: Update, first: int, count: int, *, constrained: bool
+    served: Served, update: SampleUpdate, first: int, count: int, *, constrained: bool
 ) -> dict[str, Any]:
     """`logprobs` of a chat's choice, for the tokens from `first` on."""
 
@@ -313,7 +316,7 @@ def chat_logprobs(
 
 def with_likeliest(
     served: Served,
-    update: Update,
+    update: SampleUpdate,
     first: int,
     count: int,
     entry: Callable[[int, float], dict[str, Any]],

@@ -22,7 +22,7 @@ from jaxrl_post.sampler.requests import Constraint
 from jaxrl_post.serve.fields import StructuredOutputs
 from jaxrl_post.serve.grammars.compiler import GrammarError, Grammars
 from jaxrl_post.serve.metrics import Metrics
-from jaxrl_post.serve.service import BusyError, ClosedError, Service, Update
+from jaxrl_post.serve.service import BusyError, ClosedError, SampleUpdate, Service
 from jaxrl_post.tokens import Tokens
 
 __all__ = [
@@ -321,7 +321,7 @@ class Call:
         self._left = sum(each.count for each in wanted)
         # Keyed by the places of the prompt and of the sample; the service's thread
         # writes.
-        self._news: dict[tuple[int, int], Update] = {}
+        self._news: dict[tuple[int, int], SampleUpdate] = {}
         self._lock, self._told = threading.Lock(), asyncio.Event()
 
     def start(self) -> None:
@@ -334,7 +334,7 @@ class Call:
         loop, service = asyncio.get_running_loop(), self._served.service
         self.deadline = loop.time() + self._served.timeout_s
 
-        def deliver(place: int, update: Update) -> None:
+        def deliver(place: int, update: SampleUpdate) -> None:
             with self._lock:
                 read = not self._news
                 self._news[place, update.sample_index] = update
@@ -363,7 +363,7 @@ class Call:
                 self._served.service.cancel(prompt_id)
         self._ids.clear()
 
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+    async def updates(self) -> AsyncIterator[tuple[int, SampleUpdate]]:
         """Yields updates of the samples, with the place of their prompt, until all end.
 
         Raises:
@@ -384,7 +384,7 @@ class Call:
                 raise ApiError(503, "the server is shutting down", code="abort")
             yield place, update
 
-    async def _next(self) -> tuple[int, Update]:
+    async def _next(self) -> tuple[int, SampleUpdate]:
         """The newest update of a sample, in the order in which samples were updated.
 
         Raises:
@@ -404,15 +404,15 @@ class Call:
 
 async def collected(
     http: HttpRequest, served: Served, wanted: Sequence[Wanted]
-) -> list[list[Update]]:
+) -> list[list[SampleUpdate]]:
     """The finished samples of each prompt, in order.
 
     Raises:
         ApiError: as `Call`; or the client has gone, and will not read it.
     """
 
-    async def gather() -> list[list[Update]]:
-        found: list[dict[int, Update]] = [{} for _ in wanted]
+    async def gather() -> list[list[SampleUpdate]]:
+        found: list[dict[int, SampleUpdate]] = [{} for _ in wanted]
         call = Call(served, wanted, partial=False)
         call.start()
         try:

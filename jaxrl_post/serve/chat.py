@@ -16,7 +16,7 @@ from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
 from jaxrl_post.serve import answers
-from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted, logprobs_of
+from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted, logprobs_of
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
 from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
@@ -141,7 +141,7 @@ class _Asked(answers.Asked):
             return {}
         return {"prompt_token_ids": list(self.wanted[0].prompt)}
 
-    def reply(self, update: Update) -> Reply:
+    def reply(self, update: SampleUpdate) -> Reply:
         """The text of a sample, in parts."""
         finished = update.finish_reason is not None
         text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
@@ -157,7 +157,7 @@ class _Asked(answers.Asked):
             reply = replace(reply, calls=reply.calls[:1])
         return reply
 
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: SampleUpdate) -> dict[str, Any]:
         """A finished sample as a choice of the answer."""
         reply = self.reply(update)
         self.served.metrics.broken_calls.inc(reply.broken)
@@ -179,11 +179,11 @@ class _Asked(answers.Asked):
             }
         return choice
 
-    def pieces(self) -> Callable[[Update], dict[str, Any] | None]:
+    def pieces(self) -> Callable[[SampleUpdate], dict[str, Any] | None]:
         """A function that tells a stream what is new in a choice."""
         return _Choices(self).piece
 
-    def logprobs(self, update: Update, first: int) -> dict[str, Any] | None:
+    def logprobs(self, update: SampleUpdate, first: int) -> dict[str, Any] | None:
         """The log-probs of the tokens from `first` on, if the request asks for them."""
         if not self.fields.logprobs:
             return None
@@ -303,7 +303,7 @@ def _called(served: Served, call: ToolCall, index: int | None) -> dict[str, Any]
     return written if index is None else {"index": index, **written}
 
 
-def _ended(reply: Reply, update: Update) -> str | None:
+def _ended(reply: Reply, update: SampleUpdate) -> str | None:
     """The finish reason: calls come before the stop token that follows them."""
     reason = answers.reason_of(update.finish_reason)
     return "tool_calls" if reply.calls and reason == "stop" else reason
@@ -327,7 +327,7 @@ class _Choices:
     asked: _Asked
     told: dict[int, _Told] = field(default_factory=dict)
 
-    def piece(self, update: Update) -> dict[str, Any] | None:
+    def piece(self, update: SampleUpdate) -> dict[str, Any] | None:
         """The new part of a choice; None for nothing."""
         told = self.told.setdefault(update.sample_index, _Told())
         served, reply = self.asked.served, self.asked.reply(update)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.serve import answers
-from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted, logprobs_of
+from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted, logprobs_of
 from jaxrl_post.serve.fields import CompletionFields
 from jaxrl_post.serve.recorded import Recorder
 from jaxrl_post.serve.texts import Texts
@@ -107,19 +107,19 @@ class _Asked(answers.Asked):
             choice["prompt_token_ids"] = prompts[choice["index"] // self.fields.n]
         return {"prompt_token_ids": prompts[0]}
 
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: SampleUpdate) -> dict[str, Any]:
         """A finished sample as a choice of the answer."""
         return self._choice(update, self.text(update))
 
-    def text(self, update: Update) -> str:
+    def text(self, update: SampleUpdate) -> str:
         """The text of a sample."""
         return self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
 
-    def pieces(self) -> Callable[[Update], dict[str, Any] | None]:
+    def pieces(self) -> Callable[[SampleUpdate], dict[str, Any] | None]:
         """A function that tells a stream what is new in a choice."""
         told: dict[int, _Told] = {}
 
-        def piece(update: Update) -> dict[str, Any] | None:
+        def piece(update: SampleUpdate) -> dict[str, Any] | None:
             before, text = told.get(update.sample_index, _Told()), self.text(update)
             finished = update.finish_reason is not None
             if len(text) == len(before.text) and not finished:
@@ -135,7 +135,7 @@ class _Asked(answers.Asked):
         return piece
 
     def _choice(
-        self, update: Update, text: str, first: int = 0, offset: int = 0
+        self, update: SampleUpdate, text: str, first: int = 0, offset: int = 0
     ) -> dict[str, Any]:
         """A choice, or what is new in it.
 
@@ -157,7 +157,7 @@ class _Asked(answers.Asked):
         return choice
 
     def _logprobs(
-        self, update: Update, first: int, offset: int
+        self, update: SampleUpdate, first: int, offset: int
     ) -> dict[str, Any] | None:
         count = self.fields.logprobs
         if count is None:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.serve import answers
-from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted
+from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted
 from jaxrl_post.serve.fields import DetokenizeFields, GenerateFields, TokenizeFields
 from jaxrl_post.serve.prompts import prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorder
@@ -64,7 +64,7 @@ class _Asked(answers.Asked):
         request_id = self.fields.request_id or uuid.uuid4().hex
         return {"request_id": request_id, "model": self.served.name}
 
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: SampleUpdate) -> dict[str, Any]:
         """A finished sample as a choice of the answer."""
         tokens, count = update.tokens, self.fields.sampling_params.logprobs
         choice: dict[str, Any] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_post.sampler import SamplingParams
-from jaxrl_post.serve.calls import ApiError, Served, Update, Wanted
+from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted
 from jaxrl_post.serve.recordings import Begun, EndedError, Recording
 
 __all__ = ["Recorded", "Recorder", "open_episode"]
@@ -72,7 +72,7 @@ class Recorded:
         self.recording.drop(self.begun)
 
     def add(
-        self, update: Update, answer: Mapping[str, Any] | None, reason: str | None
+        self, update: SampleUpdate, answer: Mapping[str, Any] | None, reason: str | None
     ) -> int:
         """Records a finished sample; returns its number in the episode.
 

@@ -31,7 +31,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.sampler.requests import MOST_FLOAT
 from jaxrl_post.serve import tree
-from jaxrl_post.serve.tree import Branch, Turn
+from jaxrl_post.serve.tree import Branch, ServedTurn
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["KINDS", "Begun", "EndedError", "Recording"]
@@ -101,7 +101,7 @@ class Recording:
 
     id: str
     seed: int | None = None
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ServedTurn] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     reward: float = 0.0
     ended: str = ""
@@ -275,7 +275,7 @@ class Recording:
         if said is not None and answer is not None:
             said = (*said, _key(answer))
         self.turns.append(
-            Turn(
+            ServedTurn(
                 begun.parent,
                 Tokens.context(begun.prompt[before:]),
                 tokens,

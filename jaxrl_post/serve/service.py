@@ -12,7 +12,7 @@ from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import Alternatives, FinishReason, Unfinished
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["BusyError", "ClosedError", "Service", "Update"]
+__all__ = ["BusyError", "ClosedError", "SampleUpdate", "Service"]
 
 # Seconds between two looks at whether the service is to end.
 IDLE_S = 0.2
@@ -27,7 +27,7 @@ class ClosedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Update:
+class SampleUpdate:
     """A sample's progress.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Open:
     """
 
     request: Request
-    deliver: Callable[[Update], None]
+    deliver: Callable[[SampleUpdate], None]
     partial: bool
     lengths: dict[int, int]
     held: dict[int, tuple[Tokens, Alternatives | None]] = field(default_factory=dict)
@@ -153,7 +153,11 @@ class Service:
         self._sampler.check(request)
 
     def submit(
-        self, request: Request, deliver: Callable[[Update], None], *, partial: bool
+        self,
+        request: Request,
+        deliver: Callable[[SampleUpdate], None],
+        *,
+        partial: bool,
     ) -> None:
         """Queues a request.
 
@@ -293,7 +297,7 @@ class Service:
             tokens, alternatives = opened.whole(sample)
             if len(tokens) > opened.lengths[sample.sample_index]:
                 opened.lengths[sample.sample_index] = len(tokens)
-                opened.deliver(Update(sample.sample_index, tokens, alternatives))
+                opened.deliver(SampleUpdate(sample.sample_index, tokens, alternatives))
 
     def _begin(self, opened: _Open) -> None:
         """Hands a request to the sampler; one that it does not take fails alone."""
@@ -304,7 +308,9 @@ class Service:
                 self._samples -= len(opened.lengths)
             none, refused = Tokens.context(()), isinstance(error, ValueError)
             for index in opened.lengths:
-                opened.deliver(Update(index, none, None, "failed", str(error), refused))
+                opened.deliver(
+                    SampleUpdate(index, none, None, "failed", str(error), refused)
+                )
             return
         self._open[opened.request.prompt_id] = opened
 
@@ -318,7 +324,7 @@ class Service:
             with self._lock:
                 self._samples -= 1
             opened.deliver(
-                Update(
+                SampleUpdate(
                     completion.sample_index,
                     tokens,
                     alternatives,
@@ -340,6 +346,6 @@ class Service:
         none = Tokens.context(())
         for opened in self._open.values():
             for index in opened.lengths:
-                opened.deliver(Update(index, none, None, reason, error))
+                opened.deliver(SampleUpdate(index, none, None, reason, error))
         self._open.clear()
         self._samples = 0

@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Branch", "Turn", "branches", "continued", "path", "reached"]
+__all__ = ["Branch", "ServedTurn", "branches", "continued", "path", "reached"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServedTurn:
     """One answer that was served.
 
     Attributes:
@@ -55,7 +55,7 @@ class Branch:
 
 
 def continued(
-    turns: Sequence[Turn], said: tuple[str, ...], settings: str, player: str
+    turns: Sequence[ServedTurn], said: tuple[str, ...], settings: str, player: str
 ) -> int | None:
     """The turn that a conversation continues, by the most messages; else None."""
     best: int | None = None
@@ -76,7 +76,10 @@ def continued(
 
 
 def reached(
-    turns: Sequence[Turn], prompt: Sequence[int], player: str, known: int | None = None
+    turns: Sequence[ServedTurn],
+    prompt: Sequence[int],
+    player: str,
+    known: int | None = None,
 ) -> int | None:
     """The turn up to whose end a prompt has the tokens that were served.
 
@@ -105,12 +108,12 @@ def reached(
     return best
 
 
-def path(turns: Sequence[Turn], turn: int) -> Branch:
+def path(turns: Sequence[ServedTurn], turn: int) -> Branch:
     """All tokens up to the end of a turn, each sampled where it was."""
     return _joined(turns, _numbers(turns, turn), set())
 
 
-def branches(turns: Sequence[Turn]) -> list[Branch]:
+def branches(turns: Sequence[ServedTurn]) -> list[Branch]:
     """The paths to all leaves, in their order; each turn is sampled in one."""
     parents = {turn.parent for turn in turns}
     made, trained = [], set()
@@ -121,7 +124,7 @@ def branches(turns: Sequence[Turn]) -> list[Branch]:
     return made
 
 
-def _numbers(turns: Sequence[Turn], turn: int) -> list[int]:
+def _numbers(turns: Sequence[ServedTurn], turn: int) -> list[int]:
     """The turns on the way to one, and itself."""
     numbers: list[int] = []
     at: int | None = turn
@@ -131,7 +134,9 @@ def _numbers(turns: Sequence[Turn], turn: int) -> list[int]:
     return numbers[::-1]
 
 
-def _joined(turns: Sequence[Turn], numbers: Sequence[int], trained: set[int]) -> Branch:
+def _joined(
+    turns: Sequence[ServedTurn], numbers: Sequence[int], trained: set[int]
+) -> Branch:
     pieces, marks = [], []
     for number in numbers:
         turn = turns[number]

@@ -34,7 +34,7 @@ __all__ = ["Plan", "as_target", "plan_reshard", "reshard"]
 type Stacks = tuple[tuple[int, ...], ...]
 
 
-class Step(NamedTuple):
+class Hop(NamedTuple):
     """One collective, or a slice.
 
     Attributes:
@@ -63,7 +63,7 @@ class Plan:
 
     mesh: Mesh
     begin: Stacks
-    steps: tuple[Step, ...]
+    steps: tuple[Hop, ...]
     end: Stacks
 
     @property
@@ -255,7 +255,7 @@ def _steps(
     stacks: list[list[int]],
     end: Stacks,
     factors: tuple[int, ...],
-) -> Iterator[Step]:
+) -> Iterator[Hop]:
     """Yields steps, and changes `stacks` to `end` meanwhile.
 
     A factor that is in the way of another is put aside on some dimension that it
@@ -276,10 +276,10 @@ def _steps(
         parts = math.prod(factors[place] for place in stacks[dim])
         return shape[dim] % (parts * factors[factor]) == 0
 
-    def move(source: int, target: int) -> Step:
+    def move(source: int, target: int) -> Hop:
         factor = stacks[source].pop()
         stacks[target].append(factor)
-        return Step("move", factor, source, target)
+        return Hop("move", factor, source, target)
 
     held = {factor for stack in stacks for factor in stack}
     aside = list[int]()
@@ -294,7 +294,7 @@ def _steps(
         if unheld:
             held.add(unheld[0])
             stacks[wanted[unheld[0]]].append(unheld[0])
-            yield Step("split", unheld[0], -1, wanted[unheld[0]])
+            yield Hop("split", unheld[0], -1, wanted[unheld[0]])
             continue
         # Joining makes parts larger, so what is only in the way is put aside first.
         blocking = [(dim, top) for dim, top in tops if top in wanted]
@@ -314,7 +314,7 @@ def _steps(
         dim = (spare or [dim for dim, _ in blocking])[0]
         factor = stacks[dim].pop()
         held.discard(factor)
-        yield Step("join", factor, dim, -1)
+        yield Hop("join", factor, dim, -1)
 
 
 def _spec(stacks: Stacks, mesh: Mesh) -> P:

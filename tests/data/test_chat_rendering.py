@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jaxrl_post.data import templates
-from jaxrl_post.data.chat import Options, Turn, render, render_text
+from jaxrl_post.data.chat import MessageLike, Options, render, render_text
 from jaxrl_post.data.learned import answered
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Message
@@ -47,7 +47,7 @@ def test_a_turn_with_more_than_text_is_what_a_mapping_is():
     template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
     calls = ({"function": {"name": "add", "arguments": {"a": 1}}},)
     turn = Call("assistant", "", tool_calls=calls)
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, MessageLike)
     expected = (
         '{"role": "assistant", "content": "", "tool_calls": '
         '[{"function": {"name": "add", "arguments": {"a": 1}}}]}\n'

@@ -8,11 +8,11 @@ import tokenizers
 
 from jaxrl_post.data.chat import render_reply
 from jaxrl_post.data.learned import answered, conversation
-from jaxrl_post.data.preferences import Judged, Preference
+from jaxrl_post.data.preferences import JudgedAnswer, Preference
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.turn_end import find_turn_end
 from jaxrl_post.envs import Message
-from jaxrl_post.examples.packed import Judgements, Pairs
+from jaxrl_post.examples.packed import JudgedExamples, Pairs
 
 PARITY = Path(__file__).parents[1] / "parity"
 CHATS = json.loads((PARITY / "fixtures" / "chat.json").read_text(encoding="utf-8"))
@@ -216,8 +216,8 @@ def test_preferred_and_judged_answers_end_with_it():
     tokenizer = base_tokenizer(CHATML)
     end = tokenizer.backend.token_to_id("<|im_end|>")
     pair = Preference((ASK,), "4", "5", group="2+2")
-    judged = Judged((ASK,), "4", True, "2+2")
-    for examples in (Pairs([pair], []), Judgements([judged], [])):
+    judged = JudgedAnswer((ASK,), "4", True, "2+2")
+    for examples in (Pairs([pair], []), JudgedExamples([judged], [])):
         for sequence in examples.encode(tokenizer, "train", 0):
             learned = sequence.ids[sequence.loss_mask]
             assert learned[-1] == end

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_post.data.held_out import split
 from jaxrl_post.data.preferences import (
-    Judged,
+    JudgedAnswer,
     Message,
     Preference,
     read_preferences,
@@ -16,7 +16,7 @@ from jaxrl_post.data.unpaired import answers_to_others, unpaired
 
 USER, ANSWER = {"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "A"}
 ROW = {"prompt": "Hi!", "completion": "A", "label": True}
-ONE = Judged((Message("user", "Hi!"),), "A", True, "Hi!")
+ONE = JudgedAnswer((Message("user", "Hi!"),), "A", True, "Hi!")
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def jsonl(tmp_path):
     return write
 
 
-def judged(prompt: str, answer: str, desirable: bool = True) -> Judged:
-    return Judged((Message("user", prompt),), answer, desirable, prompt)
+def judged(prompt: str, answer: str, desirable: bool = True) -> JudgedAnswer:
+    return JudgedAnswer((Message("user", prompt),), answer, desirable, prompt)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from jaxrl_post.data.call_forms import calls_of, taken_by
 from jaxrl_post.data.chat import Options
 from jaxrl_post.data.chats import Chat, Text
 from jaxrl_post.data.learned import unwritten
-from jaxrl_post.data.preferences import Judged, Preference
+from jaxrl_post.data.preferences import JudgedAnswer, Preference
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.envs import Message, Task
 from jaxrl_post.examples.chats import Chats
-from jaxrl_post.examples.packed import Judgements, Pairs
+from jaxrl_post.examples.packed import JudgedExamples, Pairs
 from jaxrl_post.examples.tasks import fully_written
 
 PARITY = Path(__file__).parents[1] / "parity"
@@ -154,7 +154,9 @@ def test_pairs_and_judged_answers_and_prompts_are_looked_at():
     with pytest.raises(ConfigError, match=match):
         Pairs([pair], []).fitting(tokenizer, 100)
     with pytest.raises(ConfigError, match=match):
-        Judgements([Judged(prompt, "A", True, "it")], []).fitting(tokenizer, 100)
+        JudgedExamples([JudgedAnswer(prompt, "A", True, "it")], []).fitting(
+            tokenizer, 100
+        )
     with pytest.raises(ConfigError, match=match):
         fully_written([Task(0, prompt, "A")], tokenizer, "train", "sums", "fail")
     tasks = [Task(0, prompt, "A"), Task(1, prompt[1:], "A")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl_post.envs import Message, Outcome, Step, Task, WorkerPool
+from jaxrl_post.envs import Judgement, Message, Step, Task, WorkerPool
 from jaxrl_post.envs.tasks.nim import Nim
 from jaxrl_post.envs.workers.interface import WorkerLostError, WorkerSettings
 
@@ -39,14 +39,14 @@ class Mortal:
             self.rooms -= 1
         self.alive = True
 
-    def ask(self, request: bytes, calls: int = 1) -> Outcome:
+    def ask(self, request: bytes, calls: int = 1) -> Judgement:
         self.asked.set()
         assert self.go.wait(PATIENCE_S)
         if self.losses:
             self.losses -= 1
             self.alive = False
             raise WorkerLostError("the node died")
-        return Outcome(Step(float(calls), done=True), None, "ok", 0.0)
+        return Judgement(Step(float(calls), done=True), None, "ok", 0.0)
 
     def end(self, *, grace_s: float = 0.0) -> None:
         self.alive = False
@@ -76,7 +76,7 @@ def pool_of(scripted):
         pool.close()
 
 
-def submit(pool: WorkerPool, session: object = None) -> Future[Outcome]:
+def submit(pool: WorkerPool, session: object = None) -> Future[Judgement]:
     return pool.submit(TASK, (Message("assistant", "talk"),), session)
 
 

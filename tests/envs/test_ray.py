@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from jaxrl_post.envs import Message, Outcome, Task, WorkerPool
+from jaxrl_post.envs import Judgement, Message, Task, WorkerPool
 from jaxrl_post.envs.workers.hosts import open_hosts
 from jaxrl_post.envs.workers.interface import WorkerLostError
 from jaxrl_post.envs.workers.ray_worker import RayCluster
@@ -82,7 +82,7 @@ def nodes(ray_token, tmp_path_factory) -> Iterator[Nodes]:
         yield nodes
 
 
-def judge(pool: WorkerPool, count: int, at: int, do) -> list[Outcome]:
+def judge(pool: WorkerPool, count: int, at: int, do) -> list[Judgement]:
     """Has `count` answers judged; calls `do` when `at` of them are."""
     resolved = collections.Counter()
     futures = []
@@ -100,7 +100,7 @@ def judge(pool: WorkerPool, count: int, at: int, do) -> list[Outcome]:
     return outcomes
 
 
-def used(outcomes: list[Outcome]) -> set[float]:
+def used(outcomes: list[Judgement]) -> set[float]:
     """The nodes that judged."""
     return {outcome.step.metrics["node"] for outcome in outcomes}
 
@@ -139,7 +139,7 @@ def test_sessions_go_on_when_their_node_dies(nodes, scripted):
         WorkerPool(scripted.Counter(), 4, make_worker=make_worker) as pool,
     ):
 
-        def take(*turns: str) -> list[Outcome]:
+        def take(*turns: str) -> list[Judgement]:
             asked = [pool.submit(COUNT, said(*turns), session) for session in sessions]
             outcomes = [future.result(timeout=START_S) for future in asked]
             answers = {outcome.step.messages[0].content for outcome in outcomes}

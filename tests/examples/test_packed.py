@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.data.preferences import Judged, Preference
+from jaxrl_post.data.preferences import JudgedAnswer, Preference
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.steps import Solution
 from jaxrl_post.examples.packed import (
-    Judgements,
+    JudgedExamples,
     Pairs,
     Solutions,
     batches,
@@ -29,7 +29,7 @@ def pair(prompt: str, chosen: str = "yes", rejected: str = "no") -> Preference:
 
 TRAIN = [pair(f"{i}=", chosen="y" * (i + 1)) for i in range(4)]
 JUDGED = [
-    Judged((Message("user", f"{i}="),), f"{letter}{i}", letter == "y", f"{i}=")
+    JudgedAnswer((Message("user", f"{i}="),), f"{letter}{i}", letter == "y", f"{i}=")
     for i in range(3)
     for letter in "yn"
 ]
@@ -92,13 +92,15 @@ def test_a_warm_start_sees_the_chosen_answers_alone():
     assert imitated.size("train") == 4
     (sequence,) = imitated.encode(tokenizer, "eval", 2)
     assert tokenizer.decode(sequence.ids.tolist()) == "2=yyy"
-    (sequence,) = Judgements(JUDGED, JUDGED).imitated().encode(tokenizer, "train", 1)
+    (sequence,) = (
+        JudgedExamples(JUDGED, JUDGED).imitated().encode(tokenizer, "train", 1)
+    )
     assert tokenizer.decode(sequence.ids.tolist()) == "1=y1"
 
 
 def test_a_judged_answer_is_one_segment_with_its_label():
     tokenizer = make_model().tokenizer
-    judgements = Judgements(JUDGED, JUDGED)
+    judgements = JudgedExamples(JUDGED, JUDGED)
     for index, each in enumerate(JUDGED):
         (sequence,) = judgements.encode(tokenizer, "train", index)
         counted = sequence.loss_mask
@@ -111,7 +113,9 @@ def test_a_judged_answer_is_one_segment_with_its_label():
 
 def test_mismatched_prompts_are_the_same_and_the_answers_those_of_others():
     tokenizer = make_model().tokenizer
-    mismatched = Judgements(JUDGED, JUDGED[:2] + JUDGED[4:]).mismatched(max_tokens=16)
+    mismatched = JudgedExamples(JUDGED, JUDGED[:2] + JUDGED[4:]).mismatched(
+        max_tokens=16
+    )
     given = Counter()
     for index, each in enumerate(JUDGED):
         (sequence,) = mismatched.encode(tokenizer, "train", index)
@@ -132,7 +136,7 @@ def test_mismatched_prompts_are_the_same_and_the_answers_those_of_others():
 def test_what_of_a_mismatched_answer_is_too_long_is_cut_off():
     tokenizer = make_model().tokenizer
     judged = [JUDGED[0], replace(JUDGED[2], answer="y1" + "n" * 50)]
-    mismatched = Judgements(judged, judged).mismatched(max_tokens=8)
+    mismatched = JudgedExamples(judged, judged).mismatched(max_tokens=8)
     (cut,), (whole,) = (mismatched.encode(tokenizer, "train", i) for i in (0, 1))
     assert len(cut.tokens) == 8
     assert tokenizer.decode(cut.ids.tolist()).startswith("0=y1n")
@@ -164,12 +168,12 @@ def test_a_prompt_with_most_answers_is_refused():
         ConfigError,
         match=r"--data\.path: .* got 2 of 2 answers to one prompt; give answers to",
     ):
-        Judgements(JUDGED, JUDGED[:2]).mismatched(max_tokens=16)
+        JudgedExamples(JUDGED, JUDGED[:2]).mismatched(max_tokens=16)
 
 
 def test_chosen_examples_of_a_split_are_packed():
     tokenizer = make_model().tokenizer
-    judgements = Judgements(JUDGED, JUDGED[2:])
+    judgements = JudgedExamples(JUDGED, JUDGED[2:])
     batch = packed(judgements, tokenizer, "eval", [3, 0], microbatch_tokens=32, rows=1)
     found = [batch.tokens[0][places] for _, places in sequences_in(batch)]
     texts = {tokenizer.decode(tokens.tolist()) for tokens in found}
@@ -182,8 +186,8 @@ def test_answers_that_are_too_long_are_left_out_and_counted(caplog):
     tokenizer = make_model().tokenizer
     long = replace(JUDGED[0], answer="n" * 50)
     with caplog.at_level(logging.WARNING, logger="jaxrl_post"):
-        kept = Judgements(JUDGED, [*JUDGED, long]).fitting(tokenizer, max_tokens=16)
-    assert kept == Judgements(JUDGED, JUDGED)
+        kept = JudgedExamples(JUDGED, [*JUDGED, long]).fitting(tokenizer, max_tokens=16)
+    assert kept == JudgedExamples(JUDGED, JUDGED)
     assert caplog.messages == [
         "1 of 7 eval answers left out: prompt plus answer of more than --max-tokens 16"
     ]
@@ -223,6 +227,6 @@ def test_a_split_of_which_nothing_fits_is_refused():
 def test_texts_for_a_tokenizer_are_prompts_and_answers():
     texts = Pairs(TRAIN[:1], TRAIN).texts()
     assert texts == ["0=", "y", "no"]
-    assert Judgements(JUDGED[:1], JUDGED).texts() == ["0=", "y0"]
+    assert JudgedExamples(JUDGED[:1], JUDGED).texts() == ["0=", "y0"]
     texts = Solutions(STEPS[1:2], STEPS, separator=";").texts()
     assert texts == ["1=", "no;", "yes;"]

@@ -373,7 +373,7 @@ def test_tiles_without_a_visible_score_are_skipped():
     """A prompt of one tile, three answers of one tile each: 4 + 3 of 10 tiles."""
     ends = np.repeat([16, 8, 12, 16], 4)[None].astype(np.int32)
     positions = np.concatenate([np.arange(4), *[np.arange(4, 8)] * 3])[None]
-    settings = tiles.Settings(4, 1.0, None, None)
+    settings = tiles.TileSettings(4, 1.0, None, None)
 
     def listed(settings, ends, positions, aligned=True):
         indices = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)

@@ -19,7 +19,7 @@ from jaxrl_post.kernels.attention import (
     gpu_kernels,
     pallas_gpu,
 )
-from jaxrl_post.kernels.attention.kernel_tiles import Settings
+from jaxrl_post.kernels.attention.kernel_tiles import KernelSettings
 from jaxrl_post.kernels.attention.packed import Facts, Plan, attend_packed
 from jaxrl_post.kernels.attention.pallas_gpu import GpuTiles
 from tests.kernels.test_pallas_tpu import forest, operands
@@ -104,7 +104,7 @@ def test_no_access_races_with_another():
     indices = jnp.broadcast_to(jnp.arange(150, dtype=jnp.int32), ends.shape)
     facts = Facts(indices, positions, ends)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    plan = Plan(GpuTiles(Settings(0.125, None, None, None, params)))
+    plan = Plan(GpuTiles(KernelSettings(0.125, None, None, None, params)))
 
     @jax.jit
     def run(*inputs):

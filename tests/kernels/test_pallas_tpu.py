@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention.kernel_tiles import (
     LIST_BYTES,
-    Settings,
+    KernelSettings,
     Shape,
     Tile,
     TileList,
@@ -108,7 +108,7 @@ def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
     positions, ends = forest(2, 300)
     query, key, value, towards = operands(2, 300, heads, kv_heads, dim, value_dim)
     towards = jnp.where((ends > 0)[:, :, None, None], towards, 0.0)
-    settings = Settings(dim**-0.5, window, None, tile, RACES)
+    settings = KernelSettings(dim**-0.5, window, None, tile, RACES)
 
     def kernel(*arrays):
         return attend(settings, *arrays, positions, ends)
@@ -126,7 +126,7 @@ def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
 def test_attention_is_deterministic():
     positions, ends = forest(2, 300)
     arrays = operands(2, 300, 4, 2, 64, 64)
-    settings = Settings(0.125, None, None, Tile(128, 128), True)
+    settings = KernelSettings(0.125, None, None, Tile(128, 128), True)
 
     @jax.jit
     def run(*arrays):
@@ -219,7 +219,7 @@ def test_the_list_of_tiles_holds_what_is_visible():
     positions = np.concatenate([np.arange(128), *[np.arange(128, 256)] * 3])[None]
     positions = jnp.asarray(positions.astype(np.int32))
     query, key, value, _ = operands(1, 512, 2, 1, 8, 8)
-    settings = Settings(1.0, None, None, Tile(128, 128))
+    settings = KernelSettings(1.0, None, None, Tile(128, 128))
     shape = Shape.of(settings, query, key, value)
 
     def listed(by_key, settings=settings, ends=ends):

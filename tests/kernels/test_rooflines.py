@@ -16,7 +16,12 @@ from benchmarks.rooflines import hopper, tables
 from benchmarks.rooflines import tpu as rooflines
 from benchmarks.rooflines.counted import listed_tiles
 from jaxrl_post.kernels.attention import Scoring, Sight, attention
-from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, Tile, TileList
+from jaxrl_post.kernels.attention.kernel_tiles import (
+    KernelSettings,
+    Shape,
+    Tile,
+    TileList,
+)
 from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.kernels.attention.shapes import SHAPES
 from jaxrl_post.kernels.attention.shapes import Shape as Sizes
@@ -34,7 +39,7 @@ def test_listed_tiles_are_those_of_the_kernels(row_tokens, window, tile, by_key)
     ends = (index // row_tokens + 1) * row_tokens
     facts = Facts(*(jnp.asarray(a)[None] for a in (index, index % row_tokens, ends)))
     shape = Shape(1, 512, 1, 1, 64, 64, tile)
-    settings = Settings(1.0, window, None, tile)
+    settings = KernelSettings(1.0, window, None, tile)
     listed = TileList.of(settings, shape, by_key, facts, facts, True)
     count = int(listed.count[0])
     found = zip(listed.sums.tolist(), (listed.others // 2).tolist(), strict=True)

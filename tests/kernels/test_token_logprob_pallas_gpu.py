@@ -261,7 +261,7 @@ def test_a_split_vocabulary(monkeypatch, spec, has_kept):
     expected = oracle(*inputs, **options)
     if has_kept:
         options["kept"] = options["kept"].reshape(4, 32, -1)
-    monkeypatch.setattr(gpu_kernels.Settings, "run", plain)
+    monkeypatch.setattr(gpu_kernels.GpuSettings, "run", plain)
     # Two chunks of the vocabulary on a device.
     monkeypatch.setattr(pallas_gpu, "CHUNK_BYTES", 2 * 256 * 256)
     with jax.set_mesh(create_mesh(spec)):

@@ -17,7 +17,7 @@ from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
-from jaxrl_post.programs.run import Outcome
+from jaxrl_post.programs.run import RunResult
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from launch import cli, distill, dpo, evaluate, grpo, helps, ppo, reward, sft
 from launch.recipes.chain_sum import chain_sum
@@ -57,7 +57,7 @@ def described(tmp_path, config) -> str:
 
 
 def run_nothing(config, *, console, command, should_stop):
-    return Outcome(step=3, completed=True, model=None, report=None)
+    return RunResult(step=3, completed=True, model=None, report=None)
 
 
 def called(run, *arguments: str, errors=(ValueError,), entry=cli.main) -> int:
@@ -311,7 +311,7 @@ def test_the_end_names_model_and_report(capsys, tmp_path):
     def run(config, *, console, command, should_stop):
         assert command == "python -m launch.grpo --steps 4 --env 'arithmetic?level=2'"
         assert not should_stop()
-        return Outcome(4, True, tmp_path / "[a]", tmp_path / "r.html")
+        return RunResult(4, True, tmp_path / "[a]", tmp_path / "r.html")
 
     assert called(run, "--steps", "4", "--env", "arithmetic?level=2") == 0
     assert capsys.readouterr().out == (
@@ -323,7 +323,7 @@ def test_a_stopped_run_says_how_to_go_on(capsys):
     def run(config, *, console, command, should_stop):
         os.kill(os.getpid(), signal.SIGTERM)
         assert should_stop()
-        return Outcome(2, False, None, None)
+        return RunResult(2, False, None, None)
 
     assert called(run) == 0
     text = capsys.readouterr().out
@@ -332,7 +332,7 @@ def test_a_stopped_run_says_how_to_go_on(capsys):
 
 
 def test_a_run_that_was_stopped_in_its_warm_start_says_that_nothing_is_kept(capsys):
-    assert called(lambda config, **rest: Outcome(0, False, None, None)) == 0
+    assert called(lambda config, **rest: RunResult(0, False, None, None)) == 0
     text = capsys.readouterr().out
     assert re.fullmatch("stopped in the warm start.*not saved.*same command.*\n", text)
 

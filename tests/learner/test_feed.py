@@ -13,8 +13,8 @@ from jaxrl_post.algorithms import unpaired
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
-from jaxrl_post.data.preferences import Judged
-from jaxrl_post.examples.packed import Judgements
+from jaxrl_post.data.preferences import JudgedAnswer
+from jaxrl_post.examples.packed import JudgedExamples
 from jaxrl_post.learner.feed import Feed, Measured
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.reference import Reference
@@ -24,10 +24,12 @@ from tests.programs.trainers import make_model
 
 ROW, DRAWN = 24, [0, 3, 5, 6, 9, 4]
 KTO = unpaired.kto(beta=0.3)
-JUDGEMENTS = Judgements(
+JUDGEMENTS = JudgedExamples(
     *[
         [
-            Judged((Message("user", f"{i}="),), f"{word} {i}", word == "yes", f"{i}=")
+            JudgedAnswer(
+                (Message("user", f"{i}="),), f"{word} {i}", word == "yes", f"{i}="
+            )
             for i in range(5)
             for word in ("yes", "no")
         ]

@@ -30,7 +30,7 @@ from jaxrl_post.programs.convert import ConvertConfig, convert
 from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.places import initial_of
-from jaxrl_post.programs.run import Outcome
+from jaxrl_post.programs.run import RunResult
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from tests.programs.trainers import CONFIG, go_on, make_model
 from tests.records.test_trackers import stand_in
@@ -125,7 +125,7 @@ def test_a_run_that_is_done_says_so_and_has_its_model(copied, steps):
     before, model = weights(copied), Path(copied.run_dir) / "model"
     shutil.rmtree(model)
     outcome, output = go_on(dataclasses.replace(copied, steps=steps))
-    assert outcome == Outcome(LAST, True, model, Path(copied.run_dir) / "report.html")
+    assert outcome == RunResult(LAST, True, model, Path(copied.run_dir) / "report.html")
     assert (
         f"nothing is left to do: the run is at step {LAST}, and --steps is {steps}; "
         "give more to continue"

@@ -416,7 +416,7 @@ def test_a_run_that_is_stopped_in_its_warm_start_begins_anew(tmp_path, kind):
     outcome = start(
         config, console=Console(file=out), command="", should_stop=should_stop
     )
-    assert outcome == run.Outcome(0, completed=False, model=None, report=None)
+    assert outcome == run.RunResult(0, completed=False, model=None, report=None)
     assert len(asked) == 2
     # Neither a model that a run continues, nor options that it would have to repeat.
     assert not any((folder / name).exists() for name in ("initial", "config.json"))

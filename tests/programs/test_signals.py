@@ -13,7 +13,7 @@ from jaxrl_post import pretrained
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig
 from jaxrl_post.programs.online import run_rl
-from jaxrl_post.programs.run import Outcome
+from jaxrl_post.programs.run import RunResult
 from jaxrl_post.records.directory import read_rows
 from tests.programs.trainers import CONFIG, RL, make_model
 
@@ -47,7 +47,9 @@ def config(coin, tmp_path_factory) -> RLConfig:
     )
 
 
-def go_on(config: RLConfig, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
+def go_on(
+    config: RLConfig, should_stop: Callable[[], bool] = lambda: False
+) -> RunResult:
     console = Console(file=io.StringIO())
     return run_rl(config, console=console, command="", should_stop=should_stop)
 

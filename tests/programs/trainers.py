@@ -31,7 +31,7 @@ from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.rl import OnlineTrainer
-from jaxrl_post.programs.run import Outcome
+from jaxrl_post.programs.run import RunResult
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
@@ -150,7 +150,7 @@ def assert_same(left, right) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def go_on(config: PreferenceConfig | SFTConfig) -> tuple[Outcome, str]:
+def go_on(config: PreferenceConfig | SFTConfig) -> tuple[RunResult, str]:
     """Begins or continues an offline run; returns what it printed."""
     out = io.StringIO()
     console = Console(file=out, width=1000)

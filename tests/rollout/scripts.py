@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.envs import Message
-from jaxrl_post.rollout import Collector, Dialogue, Limits
+from jaxrl_post.rollout import Collector, Dialogue, EpisodeLimits
 from jaxrl_post.rollout.judgements import Judges
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 from jaxrl_post.tokens import Tokens
@@ -16,7 +16,7 @@ STOP = 0
 def collector(
     codec: Any,
     judges: Judges,
-    limits: Limits,
+    limits: EpisodeLimits,
     *,
     deadline_s: float = 3600.0,
     grace_s: float = 0.0,

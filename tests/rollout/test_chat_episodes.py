@@ -17,8 +17,8 @@ from jaxrl_post.data import chat, learned
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, Step, Task
-from jaxrl_post.envs.workers.pool import Outcome
-from jaxrl_post.rollout import Episode, Limits
+from jaxrl_post.envs.workers.pool import Judgement
+from jaxrl_post.rollout import Episode, EpisodeLimits
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.batch import sequences
 from jaxrl_post.rollout.episode import Group
@@ -114,12 +114,12 @@ class Asking:
 
     def submit(
         self, task: Task, conversation: tuple[Message, ...], session: SampleId
-    ) -> concurrent.futures.Future[Outcome]:
+    ) -> concurrent.futures.Future[Judgement]:
         del task, session
         said = sum(message.role == "assistant" for message in conversation)
-        future: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+        future: concurrent.futures.Future[Judgement] = concurrent.futures.Future()
         step = Step(0.5, done=said == self.turns, messages=(self.question,))
-        future.set_result(Outcome(step, None, "ok", 0.0))
+        future.set_result(Judgement(step, None, "ok", 0.0))
         return future
 
     def end(self, session: SampleId) -> None:
@@ -137,7 +137,7 @@ def play(
     question: Message = AGAIN,
 ) -> tuple[Episode, list[Request]]:
     sampler = Scripted(turns)
-    limits = Limits(max_turns=len(turns), max_prompt_tokens=longest)
+    limits = EpisodeLimits(max_turns=len(turns), max_prompt_tokens=longest)
     judges = Asking(len(turns), question)
     collector = make_collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
     task = Task(0, (ASK,), "")
@@ -329,13 +329,13 @@ def test_the_longest_prompt_counts_one_sequence_alone():
 
 def test_a_flight_that_begins_anew_is_restored():
     task, step = Task(0, (ASK,), ""), Step(0.5, done=False, messages=(AGAIN,))
-    limits = Limits(max_turns=2, max_prompt_tokens=9)
+    limits = EpisodeLimits(max_turns=2, max_prompt_tokens=9)
     flight = flights.begin(3, 0, task, [1, 2])
     flight, _ = flights.transition(
         flight, flights.Generated(sampled([5, 6]), "4", "stop"), limits
     )
     flight, effect = flights.transition(
-        flight, flights.Judged(step, (7, 8, 9), anew=True), limits
+        flight, flights.Answered(step, (7, 8, 9), anew=True), limits
     )
     assert effect == flights.Generate((7, 8, 9))
     again = flights.Flight.from_json(json.loads(json.dumps(flight.to_json())), task)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrl_post.envs import Message, Task, WorkerPool
-from jaxrl_post.envs.workers.pool import Outcome
-from jaxrl_post.rollout import Collector, Group, Limits
+from jaxrl_post.envs.workers.pool import Judgement
+from jaxrl_post.rollout import Collector, EpisodeLimits, Group
 from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.rollout.dialogue import SeveralTurnsError
 from jaxrl_post.sampler.requests import Request, SamplingParams
@@ -23,7 +23,7 @@ from tests.rollout.scripts import STOP, Characters, ScriptedSampler
 pytestmark = pytest.mark.processes
 
 SAMPLING = SamplingParams(max_tokens=50)
-LIMITS = Limits(max_prompt_tokens=200)
+LIMITS = EpisodeLimits(max_prompt_tokens=200)
 
 
 def make_collector(judges: WorkerPool, **options) -> Collector:
@@ -77,7 +77,7 @@ def test_a_prompt_is_asked_for_once_and_an_episode_goes_on_for_itself(two_turns)
     environment = two_turns.TwoTurns()
     with WorkerPool(environment) as judges:
         collector = make_collector(
-            judges, limits=Limits(max_turns=3, max_prompt_tokens=99)
+            judges, limits=EpisodeLimits(max_turns=3, max_prompt_tokens=99)
         )
         numbered = [(7 + i, environment.tasks("train")[i]) for i in range(2)]
         groups = collector.run(sampler, numbered, 3, SAMPLING)
@@ -112,7 +112,7 @@ def test_an_environment_of_several_turns_is_refused_where_one_is_allowed(two_tur
     numbered = [(7, environment.tasks("train")[0])]
     with WorkerPool(environment) as judges:
         collector = make_collector(judges)
-        with pytest.raises(SeveralTurnsError, match=r"task 0 goes on after its first"):
+        with pytest.raises(SeveralTurnsError, match=r"continues after its first"):
             collector.run(sampler, numbered, 1, SAMPLING)
 
 
@@ -185,7 +185,7 @@ class Patient:
                 self.asked.append((future, task, conversation))
                 continue
             step = self.environment.step(task, conversation)
-            future.set_result(Outcome(step, None, "ok", 0.0))
+            future.set_result(Judgement(step, None, "ok", 0.0))
 
 
 class Prompt(Patient):
@@ -197,7 +197,7 @@ class Prompt(Patient):
         return future
 
 
-TURNS = Limits(max_turns=2, max_prompt_tokens=99)
+TURNS = EpisodeLimits(max_turns=2, max_prompt_tokens=99)
 
 
 def say(request: Request, index: int) -> str:
@@ -286,7 +286,7 @@ def test_a_burst_of_quick_judgements_is_no_slow_one(two_turns):
                 if self.asked:
                     future, task, conversation = self.asked.pop(0)
                     step = self.environment.step(task, conversation)
-                    future.set_result(Outcome(step, None, "ok", 0.05))
+                    future.set_result(Judgement(step, None, "ok", 0.05))
 
     judges, over = InTurn(environment), threading.Event()
     worker = threading.Thread(target=judges.work)
@@ -314,7 +314,7 @@ def test_every_session_is_ended_once_however_its_episode_ends(two_turns):
     everyone = sorted((7 + i, j) for i in range(3) for j in range(2))
     for limits, ends in (
         (TURNS, {"stop"}),
-        (Limits(max_turns=2, max_prompt_tokens=9), {"token_limit"}),
+        (EpisodeLimits(max_turns=2, max_prompt_tokens=9), {"token_limit"}),
     ):
         judges = Prompt(environment)
         groups = scripts.collector(Characters(), judges, limits).run(
@@ -332,7 +332,7 @@ def test_every_session_is_ended_once_however_its_episode_ends(two_turns):
     while not judges.asked:
         collector.poll(sampler, time.monotonic() + 60)
     for future, *_ in judges.asked:
-        future.set_result(Outcome(None, "it died", "crashed", 0.0))
+        future.set_result(Judgement(None, "it died", "crashed", 0.0))
     assert judges.ended == []
     collector.poll(sampler, time.monotonic() + 60)
     assert sorted(judges.ended) == everyone
@@ -398,7 +398,7 @@ def test_within_its_grace_it_does_not_matter_how_fast_a_judge_is(two_turns):
 
             def later() -> None:
                 step = self.environment.step(*asked)
-                future.set_result(Outcome(step, None, "ok", delay))
+                future.set_result(Judgement(step, None, "ok", delay))
 
             threading.Timer(delay, later).start()
             return future

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_post.data import packing
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.learner.step import Policy, predict
-from jaxrl_post.rollout import Group, Limits, batch
+from jaxrl_post.rollout import EpisodeLimits, Group, batch
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, EngineConfig, SamplingParams
 from tests import tiny
@@ -51,7 +51,7 @@ def played(two_turns) -> tuple[list[Group], list]:
     engine = Engine(tiny.CONFIG, sizes, seed=1)
     sampler = Recorded(engine, tiny.shared(), VERSION, 0)
     with WorkerPool(environment) as judges:
-        limits = Limits(max_turns=2, max_prompt_tokens=32)
+        limits = EpisodeLimits(max_turns=2, max_prompt_tokens=32)
         collector = make_collector(Alphabet(), judges, limits)
         numbered = [(i, environment.tasks("train")[i]) for i in range(3)]
         sampling = SamplingParams(temperature=0.7, max_tokens=5, stop_ids=(4, 9))

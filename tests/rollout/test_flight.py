@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from jaxrl_post.envs import Answer, Message, Step, Task, ToolCall
 from jaxrl_post.rollout import flight as flights
-from jaxrl_post.rollout.flight import ChangedTaskError, Flight, Limits
+from jaxrl_post.rollout.flight import ChangedTaskError, EpisodeLimits, Flight
 from tests.rollout.scripts import sampled
 
 TASK = Task(3, (Message("system", "be brief"), Message("user", "hi")), "")
-LONG = Limits(max_turns=9, max_prompt_tokens=1000)
+LONG = EpisodeLimits(max_turns=9, max_prompt_tokens=1000)
 
 
 def generated(*tokens: int, version: int = 4, reason="stop") -> flights.Generated:
@@ -24,12 +24,14 @@ def generated(*tokens: int, version: int = 4, reason="stop") -> flights.Generate
     return flights.Generated(made, f"said {tokens[0]}", reason)
 
 
-def judged(reward: float, *reply: int, done: bool = False, **metrics) -> flights.Judged:
+def judged(
+    reward: float, *reply: int, done: bool = False, **metrics
+) -> flights.Answered:
     messages = (Message("user", "more"),) if reply else ()
-    return flights.Judged(Step(reward, done, messages, metrics), reply)
+    return flights.Answered(Step(reward, done, messages, metrics), reply)
 
 
-def play(*events: flights.Event, limits: Limits = LONG):
+def play(*events: flights.Event, limits: EpisodeLimits = LONG):
     flight = flights.begin(11, 2, TASK, (1, 2, 3))
     effects = [flights.effect_of(flight)]
     for event in events:
@@ -48,10 +50,10 @@ def test_two_turns_token_by_token():
     generate, judge, again, judge_again, finish = effects
     assert generate == flights.Generate((1, 2, 3))
     said = Answer("assistant", "said 4", "stop", 2)
-    assert judge == flights.Judge((*TASK.messages, said))
+    assert judge == flights.Ask((*TASK.messages, said))
     assert again == flights.Generate((1, 2, 3, 4, 5, 8, 9))
     more = (Message("user", "more"), Answer("assistant", "said 6", "length", 1))
-    assert judge_again == flights.Judge((*TASK.messages, said, *more))
+    assert judge_again == flights.Ask((*TASK.messages, said, *more))
     episode = finish.episode
     tokens = episode.tokens
     assert tokens.ids.tolist() == [1, 2, 3, 4, 5, 8, 9, 6]
@@ -83,7 +85,7 @@ def test_a_turn_keeps_results_of_tools_and_its_answer_in_parts():
         broken_calls=1,
     )
     flight, _ = play(
-        asks, flights.Judged(Step(0.0, False, (result,)), (8,)), generated(5)
+        asks, flights.Answered(Step(0.0, False, (result,)), (8,)), generated(5)
     )
     first, second = flight.episode.turns
     assert first.said == flight.conversation[2]
@@ -113,7 +115,7 @@ def test_a_single_turn_is_the_case_of_one_judgement():
 
 
 def test_the_last_turn_of_the_limit_ends_with_the_reward_so_far():
-    limits = Limits(max_turns=2, max_prompt_tokens=1000)
+    limits = EpisodeLimits(max_turns=2, max_prompt_tokens=1000)
     _, effects = play(
         generated(4), judged(1.0, 8), generated(5), judged(2.0, 9), limits=limits
     )
@@ -125,7 +127,7 @@ def test_the_last_turn_of_the_limit_ends_with_the_reward_so_far():
 
 @pytest.mark.parametrize(("longest", "goes_on"), [(6, True), (5, False)])
 def test_a_prompt_may_be_as_long_as_the_limit_and_no_longer(longest, goes_on):
-    limits = Limits(max_turns=9, max_prompt_tokens=longest)
+    limits = EpisodeLimits(max_turns=9, max_prompt_tokens=longest)
     _, effects = play(generated(4, 5), judged(1.0, 8), limits=limits)
     if goes_on:
         assert effects[-1] == flights.Generate((1, 2, 3, 4, 5, 8))
@@ -160,7 +162,7 @@ events = st.lists(
 
 @given(events, st.integers(1, 6), st.integers(3, 40), st.integers(0, 3))
 def test_laws_of_any_episode(turns, max_turns, max_prompt_tokens, cut):
-    limits = Limits(max_turns, max_prompt_tokens)
+    limits = EpisodeLimits(max_turns, max_prompt_tokens)
     flight = flights.begin(11, 2, TASK, (1, 2, 3))
     effect = flights.effect_of(flight)
     rewards, produced = [], []
@@ -248,5 +250,5 @@ def test_an_ended_turn_that_nobody_answers_is_an_error():
     # A turn that was cut may continue; the last one needs no answer.
     _, effects = play(generated(4, 5, reason="length"), judged(0.25))
     assert effects[-1] == flights.Generate((1, 2, 3, 4, 5))
-    _, effects = play(generated(4, 5), judged(0.25), limits=Limits())
+    _, effects = play(generated(4, 5), judged(0.25), limits=EpisodeLimits())
     assert effects[-1].episode.reward == 0.25

@@ -19,7 +19,7 @@ from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
 from jaxrl_post.records.conversations import conversation
-from jaxrl_post.rollout import Group, Limits
+from jaxrl_post.rollout import EpisodeLimits, Group
 from jaxrl_post.rollout.batch import is_trained, sequences
 from jaxrl_post.sampler.requests import SamplingParams
 from jaxrl_post.tokens import Tokens
@@ -27,7 +27,7 @@ from tests.rollout.scripts import ScriptedSampler
 from tests.rollout.scripts import collector as make_collector
 
 SAMPLING = SamplingParams(max_tokens=100)
-LIMITS = Limits(max_turns=4, max_prompt_tokens=400)
+LIMITS = EpisodeLimits(max_turns=4, max_prompt_tokens=400)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_the_tools_give_arguments_their_types():
     )
     scripts = [[call.format(each), task.reference] for each in ("[40, 2]", "40, 2")]
     sampler = Sampler(tokenizer, scripts)
-    limits = Limits(max_turns=2, max_prompt_tokens=1000)
+    limits = EpisodeLimits(max_turns=2, max_prompt_tokens=1000)
     with WorkerPool(environment, 1, deadline_s=60.0) as judges:
         collector = make_collector(Codec(tokenizer), judges, limits, deadline_s=60.0)
         (group,) = collector.run(sampler, [(3, task)], len(scripts), SAMPLING)

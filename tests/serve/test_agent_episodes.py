@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.envs.env import Message, Step, Task
-from jaxrl_post.envs.workers.interface import Outcome
+from jaxrl_post.envs.workers.interface import Judgement
 from jaxrl_post.rollout import batch
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.sampler import SamplingParams
@@ -29,7 +29,7 @@ def served(index: int, sampled: list[int], step: Step, reward: float = 0.0):
     recording.add(begun, tokens, None, "length")
     if reward:
         recording.credit(reward)
-    outcome = Outcome(step, None, "ok", 0.0)
+    outcome = Judgement(step, None, "ok", 0.0)
     return _episode((0, index), TASK, recording, outcome, lambda ids: str(list(ids)))
 
 

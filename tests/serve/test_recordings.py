@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_post.data import chat
 from jaxrl_post.envs import Message, Step, Task
-from jaxrl_post.envs.workers.interface import Outcome
+from jaxrl_post.envs.workers.interface import Judgement
 from jaxrl_post.rollout import Group
 from jaxrl_post.rollout.batch import turn_advantages
 from jaxrl_post.serve.agents import _episode
@@ -255,7 +255,7 @@ def test_an_episode_keeps_the_order_in_which_turns_were_served(tokenizer):
         messages += [said(str(number)), user("go on")]
     recording.credit(1.0, 1)
     task = Task(0, (Message("user", "q"),), "")
-    outcome = Outcome(Step(0.5, done=True), None, "ok", 0.0)
+    outcome = Judgement(Step(0.5, done=True), None, "ok", 0.0)
     episode = _episode((0, 0), task, recording, outcome, tokenizer.decode)
     # The conversations are sequences, one after the other.
     assert [turn.text for turn in episode.turns] == ["0", "2", "1", "3"]

@@ -10,8 +10,8 @@ from jaxrl_post.envs.env import Step
 from jaxrl_post.envs.workers.wire import decode_step, encode_step
 
 __all__ = [
+    "Judgement",
     "MakeWorker",
-    "Outcome",
     "Worker",
     "WorkerLostError",
     "WorkerSettings",
@@ -35,7 +35,7 @@ class WorkerLostError(WorkerStartError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Judgement:
     """The result of asking an environment for the answer to one turn.
 
     Args:
@@ -112,7 +112,7 @@ class Worker(Protocol):
         """
         ...
 
-    def ask(self, request: bytes, calls: int = 1) -> Outcome:
+    def ask(self, request: bytes, calls: int = 1) -> Judgement:
         """Sends a request and waits for the answer.
 
         After the outcomes "timeout" and "crashed" the worker is not alive.
@@ -138,7 +138,7 @@ class Worker(Protocol):
 type MakeWorker = Callable[[WorkerSettings], Worker]
 
 
-def encode_outcome(outcome: Outcome) -> dict[str, Any]:
+def encode_outcome(outcome: Judgement) -> dict[str, Any]:
     """An outcome as a JSON object.
 
     >>> encode_outcome(Outcome(None, "it died", "crashed", 0.5))
@@ -152,7 +152,7 @@ def encode_outcome(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def decode_outcome(fields: dict[str, Any]) -> Outcome:
+def decode_outcome(fields: dict[str, Any]) -> Judgement:
     """The outcome that `encode_outcome` encoded.
 
     >>> outcome = Outcome(Step(1.0, done=True), None, "ok", 0.5)
@@ -160,7 +160,7 @@ def decode_outcome(fields: dict[str, Any]) -> Outcome:
     True
     """
     step = fields["step"]
-    return Outcome(
+    return Judgement(
         None if step is None else decode_step(step),
         fields["error"],
         fields["kind"],

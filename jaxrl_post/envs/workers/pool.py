@@ -23,8 +23,8 @@ from jaxrl_post.envs.env import (
     Task,
 )
 from jaxrl_post.envs.workers.interface import (
+    Judgement,
     MakeWorker,
-    Outcome,
     WorkerLostError,
     WorkerSettings,
     WorkerStartError,
@@ -34,7 +34,7 @@ from jaxrl_post.envs.workers.sessions import turns_of
 from jaxrl_post.envs.workers.wire import Ask
 from jaxrl_post.frames import LARGEST_FRAME
 
-__all__ = ["Outcome", "WorkerPool", "WorkerStartError"]
+__all__ = ["Judgement", "WorkerPool", "WorkerStartError"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class WorkerPool:
     """Workers that answer the policy's turns, one turn per worker at a time.
 
     `submit` does not raise if a reward function fails: the future resolves to an
-    `Outcome` with the error. In asyncio, `await asyncio.wrap_future(pool.submit(...))`.
+    `Judgement` with the error. In asyncio: `asyncio.wrap_future(pool.submit(...))`.
     A worker that hangs or dies is replaced. After too many crashes no worker is
     replaced for a while; once no worker is left, requests fail at once with the reason.
 
@@ -150,7 +150,7 @@ class WorkerPool:
         task: Task,
         conversation: tuple[Message, ...],
         session: Hashable = None,
-    ) -> Future[Outcome]:
+    ) -> Future[Judgement]:
         """Queues the turn that ends a conversation for an answer. Thread-safe.
 
         Args:
@@ -326,7 +326,7 @@ class WorkerPool:
 @dataclass(eq=False)
 class _Job:
     request: bytes
-    future: Future[Outcome]
+    future: Future[Judgement]
     session: Hashable
     # Maximum number of calls of the environment, each with its own deadline.
     calls: int
@@ -341,7 +341,7 @@ class _Job:
 
     def fail(self, error: str) -> None:
         """Resolves the future of a job that was begun."""
-        self.future.set_result(Outcome(None, error, "crashed", 0.0))
+        self.future.set_result(Judgement(None, error, "crashed", 0.0))
 
     def drop(self, reason: str) -> None:
         """Cancels the future; if the job was begun, fails it."""

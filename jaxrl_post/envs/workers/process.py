@@ -14,7 +14,7 @@ from jaxrl_post.envs import scratch
 from jaxrl_post.envs.sandbox.keeper import remove_directory
 from jaxrl_post.envs.workers.child import Child
 from jaxrl_post.envs.workers.interface import (
-    Outcome,
+    Judgement,
     WorkerSettings,
     WorkerStartError,
 )
@@ -91,7 +91,7 @@ class WorkerProcess:
             )
         self._ready, self._asked = True, 0
 
-    def ask(self, request: bytes, calls: int = 1) -> Outcome:
+    def ask(self, request: bytes, calls: int = 1) -> Judgement:
         """Sends a request and waits for the answer.
 
         After the outcomes "timeout" and "crashed" the process is dead.
@@ -123,7 +123,7 @@ class WorkerProcess:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self.end(grace_s=0.0)
             text = f"the worker process sent what is no reply ({error})"
-            return Outcome(None, text, "crashed", time.monotonic() - began)
+            return Judgement(None, text, "crashed", time.monotonic() - began)
 
     def end(self, *, grace_s: float = _EXIT_GRACE_S) -> None:
         """Ends the process and all processes that it started in its process session.
@@ -170,7 +170,7 @@ class WorkerProcess:
         child.reap()
         _remove(self._scratch)
 
-    def _autopsy(self, child: Child, began: float, allowed_s: float) -> Outcome:
+    def _autopsy(self, child: Child, began: float, allowed_s: float) -> Judgement:
         """Finds out why a process did not reply: "timeout" or "crashed"."""
         seconds = time.monotonic() - began
         self.end(grace_s=0.0)
@@ -179,12 +179,12 @@ class WorkerProcess:
         # total time is over. A process that is stopped writes no marker.
         if seconds < self._settings.deadline_s or not (marker or seconds >= allowed_s):
             text = f"the worker process {child.exit_reason()}{child.shown_output()}"
-            return Outcome(None, text, "crashed", seconds)
+            return Judgement(None, text, "crashed", seconds)
         text = f"step took longer than its deadline of {self._settings.deadline_s:g} s"
         if marker:
             lines = stack.splitlines()[2 : 2 + _SHOWN_FRAMES]
             text += "; it was in (innermost first):\n" + "\n".join(lines)
-        return Outcome(None, text, "timeout", seconds)
+        return Judgement(None, text, "timeout", seconds)
 
 
 def _remove(place: Path) -> None:
@@ -202,14 +202,14 @@ def _remove(place: Path) -> None:
     return None
 
 
-def _outcome(reply: Reply, seconds: float) -> Outcome:
+def _outcome(reply: Reply, seconds: float) -> Judgement:
     match reply["kind"]:
         case "ok":
-            return Outcome(decode_step(reply["step"]), None, "ok", seconds)
+            return Judgement(decode_step(reply["step"]), None, "ok", seconds)
         case "ended":
-            return Outcome(None, None, "ended", seconds)
+            return Judgement(None, None, "ended", seconds)
         case "raised" | "invalid" as kind:
-            return Outcome(None, str(reply["error"]), kind, seconds)
+            return Judgement(None, str(reply["error"]), kind, seconds)
         case kind:
             raise ValueError(f"unknown kind {kind!r}")
 

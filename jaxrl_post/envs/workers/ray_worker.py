@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl_post.envs.workers.child import Child
 from jaxrl_post.envs.workers.interface import (
-    Outcome,
+    Judgement,
     WorkerLostError,
     WorkerSettings,
     WorkerStartError,
@@ -220,7 +220,7 @@ class RayWorker:
             raise WorkerStartError(str(reply.get("error")))
         self._ready = True
 
-    def ask(self, request: bytes, calls: int = 1) -> Outcome:
+    def ask(self, request: bytes, calls: int = 1) -> Judgement:
         """Sends a request and waits for the answer.
 
         After the outcomes "timeout" and "crashed" the process is dead.

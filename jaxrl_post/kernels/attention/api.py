@@ -162,12 +162,16 @@ def _tiles(
     if implementation == "pallas_tpu":
         from jaxrl_post.kernels.attention import kernel_tiles, pallas_tpu
 
-        return pallas_tpu.TpuTiles(kernel_tiles.Settings(*scoring, interpret=interpret))
+        return pallas_tpu.TpuTiles(
+            kernel_tiles.KernelSettings(*scoring, interpret=interpret)
+        )
     if implementation == "pallas_gpu":
         from jaxrl_post.kernels.attention import kernel_tiles, pallas_gpu
 
-        return pallas_gpu.GpuTiles(kernel_tiles.Settings(*scoring, interpret=interpret))
-    return tiles.XlaTiles(tiles.Settings(TILE, *scoring))
+        return pallas_gpu.GpuTiles(
+            kernel_tiles.KernelSettings(*scoring, interpret=interpret)
+        )
+    return tiles.XlaTiles(tiles.TileSettings(TILE, *scoring))
 
 
 def _ring(

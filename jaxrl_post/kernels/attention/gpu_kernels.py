@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape
+from jaxrl_post.kernels.attention.kernel_tiles import KernelSettings, Shape
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.mosaic_gpu import capped, store
 from jaxrl_post.types import Array
@@ -114,7 +114,7 @@ class Work(NamedTuple):
         of_key: facts of keys.
     """
 
-    settings: Settings
+    settings: KernelSettings
     shape: Shape
     sizes: Sizes
     begins: Any
@@ -484,7 +484,7 @@ def _accumulator(width: int) -> Any:
 
 
 def _scores(
-    settings: Settings, products: Array, rows: Sequence[Array], columns: Any
+    settings: KernelSettings, products: Array, rows: Sequence[Array], columns: Any
 ) -> Array:
     """Scores of a tile; `MASKED` where a query does not see a key.
 
@@ -505,7 +505,7 @@ def _scores(
     return jnp.where(seen, scores, MASKED)
 
 
-def _unscaled(settings: Settings, scores: Array, d_scores: Array) -> Array:
+def _unscaled(settings: KernelSettings, scores: Array, d_scores: Array) -> Array:
     """The gradient of the products, from the gradient of the scores."""
     if settings.softcap is not None:
         # Hidden scores are far outside of the cap; their weights are 0.

@@ -11,7 +11,7 @@ from jaxrl_post.kernels.attention.packed import Facts
 from jaxrl_post.kernels.mosaic import listed
 from jaxrl_post.types import Array
 
-__all__ = ["Settings", "Shape", "Tile", "TileList", "choose_tile"]
+__all__ = ["KernelSettings", "Shape", "Tile", "TileList", "choose_tile"]
 
 # Bytes of a list of tiles in scalar memory, which has one MiB.
 LIST_BYTES = 2**18
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     keys: int
 
 
-class Settings(NamedTuple):
+class KernelSettings(NamedTuple):
     """Static facts of one call.
 
     Attributes:
@@ -80,7 +80,9 @@ class Shape(NamedTuple):
     tile: Tile
 
     @classmethod
-    def of(cls, settings: Settings, query: Array, key: Array, value: Array) -> "Shape":
+    def of(
+        cls, settings: KernelSettings, query: Array, key: Array, value: Array
+    ) -> "Shape":
         batch, length, heads, head_dim = query.shape
         kv_heads = key.shape[1]
         tile = settings.tile or choose_tile(
@@ -159,7 +161,7 @@ class TileList(NamedTuple):
     @classmethod
     def of(
         cls,
-        settings: Settings,
+        settings: KernelSettings,
         shape: Shape,
         by_key: bool,
         of_query: Facts,

@@ -38,7 +38,12 @@ from jaxrl_post.kernels.attention.gpu_kernels import (
     key_parts,
     query_kernel,
 )
-from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, Tile, TileList
+from jaxrl_post.kernels.attention.kernel_tiles import (
+    KernelSettings,
+    Shape,
+    Tile,
+    TileList,
+)
 from jaxrl_post.kernels.attention.packed import Operands, Towards, padded_facts
 from jaxrl_post.types import Array
 
@@ -49,7 +54,7 @@ __all__ = ["GpuTiles"]
 class GpuTiles:
     """The `Tiles` of the "pallas_gpu" implementation."""
 
-    settings: Settings
+    settings: KernelSettings
 
     def forward(
         self, operands: Operands, dtype: DTypeLike, *, aligned: bool
@@ -132,7 +137,7 @@ class _Call(NamedTuple):
         facts: int32 [batch, 3, length] of queries, and of keys.
     """
 
-    settings: Settings
+    settings: KernelSettings
     shape: Shape
     name: str
     sizes: Sizes
@@ -143,7 +148,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(
         cls,
-        settings: Settings,
+        settings: KernelSettings,
         name: str,
         operands: Operands,
         aligned: bool,

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jaxrl_post.kernels.attention.kernel_tiles import Settings, Shape, TileList
+from jaxrl_post.kernels.attention.kernel_tiles import KernelSettings, Shape, TileList
 from jaxrl_post.kernels.attention.packed import Operands, Towards, padded_facts
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.mosaic import VMEM_BYTES, product
@@ -44,7 +44,7 @@ LOWEST = MASKED / 2
 class TpuTiles:
     """The `Tiles` of the "pallas_tpu" implementation."""
 
-    settings: Settings
+    settings: KernelSettings
 
     def forward(
         self, operands: Operands, dtype: DTypeLike, *, aligned: bool
@@ -115,7 +115,7 @@ class _Call(NamedTuple):
             and ends of keys.
     """
 
-    settings: Settings
+    settings: KernelSettings
     kernel: str
     shape: Shape
     tiles: TileList
@@ -124,7 +124,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(
         cls,
-        settings: Settings,
+        settings: KernelSettings,
         kernel: str,
         operands: Operands,
         aligned: bool,
@@ -257,7 +257,7 @@ class _Task(NamedTuple):
 
 
 def _forward_kernel(
-    settings: Settings,
+    settings: KernelSettings,
     shape: Shape,
     task: _Task,
     inputs: Sequence[Any],
@@ -297,7 +297,7 @@ def _forward_kernel(
 
 
 def _query_kernel(
-    settings: Settings,
+    settings: KernelSettings,
     shape: Shape,
     task: _Task,
     inputs: Sequence[Any],
@@ -324,7 +324,7 @@ def _query_kernel(
 
 
 def _key_kernel(
-    settings: Settings,
+    settings: KernelSettings,
     shape: Shape,
     task: _Task,
     inputs: Sequence[Any],
@@ -356,7 +356,7 @@ def _key_kernel(
 
 
 def _scores(
-    settings: Settings,
+    settings: KernelSettings,
     queries: Array,
     keys: Array,
     of_query: Array,
@@ -378,7 +378,7 @@ def _scores(
 
 
 def _d_scores(
-    settings: Settings,
+    settings: KernelSettings,
     shape: Shape,
     inputs: Sequence[Any],
     masked: bool,

@@ -18,7 +18,7 @@ from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.kernels.row_tiles import isolated
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["BLOCK", "Settings", "Tasks", "attend_paths", "queries_per_task"]
+__all__ = ["BLOCK", "PathSettings", "Tasks", "attend_paths", "queries_per_task"]
 
 # Keys of a block; a cache's length must be a multiple of it.
 BLOCK = 64
@@ -29,8 +29,8 @@ ROWS = 16
 AT_ONCE = 8
 
 
-class Settings(NamedTuple):
-    """Static facts of one call: as in `tiles.Settings`."""
+class PathSettings(NamedTuple):
+    """Static facts of one call: as in `tiles.PathSettings`."""
 
     scale: float
     window: int | None
@@ -62,7 +62,7 @@ def queries_per_task(group: int) -> int:
 
 
 def attend_paths(
-    settings: Settings,
+    settings: PathSettings,
     query: Float[Array, "tokens heads head_dim"],
     tasks: Tasks,
     fetch: Callable[[Array, Array], tuple[Array, Array]],
@@ -159,7 +159,7 @@ def attend_paths(
 
 
 def _block(
-    settings: Settings,
+    settings: PathSettings,
     query: Array,
     key: Array,
     value: Array,

@@ -26,7 +26,7 @@ from jaxrl_post.kernels.attention.packed import Facts, Operands, Towards, padded
 from jaxrl_post.kernels.attention.reference import MASKED
 from jaxrl_post.types import Array
 
-__all__ = ["Settings", "XlaTiles"]
+__all__ = ["TileSettings", "XlaTiles"]
 
 # Bytes of the scores that are computed at a time: few, so that they stay in a
 # processor's cache, or many, so that an accelerator has enough to do.
@@ -34,7 +34,7 @@ SCORE_BYTES = 2**20
 ACCELERATOR_SCORE_BYTES = 2**26
 
 
-class Settings(NamedTuple):
+class TileSettings(NamedTuple):
     """Static facts of one call.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Tasks(NamedTuple):
 class XlaTiles:
     """The `Tiles` of the "xla" implementation."""
 
-    settings: Settings
+    settings: TileSettings
 
     def forward(
         self, operands: Operands, dtype: DTypeLike, *, aligned: bool
@@ -98,7 +98,7 @@ class XlaTiles:
 
 
 def _attended(
-    settings: Settings,
+    settings: TileSettings,
     dtype: DTypeLike,
     aligned: bool,
     chunk: int,
@@ -142,7 +142,7 @@ def _attended(
 
 
 def _gradients(
-    settings: Settings,
+    settings: TileSettings,
     dtype: DTypeLike,
     aligned: bool,
     chunk: int,
@@ -191,7 +191,7 @@ def _gradients(
 
 
 def _cut(
-    settings: Settings,
+    settings: TileSettings,
     aligned: bool,
     chunk: int,
     of_query: Facts,
@@ -207,7 +207,7 @@ def _cut(
 
 
 def _scores(
-    settings: Settings,
+    settings: TileSettings,
     queries: Array,
     keys: Array,
     facts: tuple[Facts, Facts],
@@ -235,7 +235,7 @@ def _scores(
 
 
 def _tasks(
-    settings: Settings, aligned: bool, chunk: int, of_query: Facts, of_key: Facts
+    settings: TileSettings, aligned: bool, chunk: int, of_query: Facts, of_key: Facts
 ) -> _Tasks:
     """Lists the tiles that hold a visible score."""
     batch = of_key.ends.shape[0]

@@ -25,8 +25,8 @@ __all__ = [
     "OWN_ROWS",
     "ROWS",
     "STATISTICS",
+    "GpuSettings",
     "Layout",
-    "Settings",
     "forward_kernel",
     "gradient_kernel",
 ]
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
         return jnp.where(columns < weight.shape[0], logits, MASKED)
 
 
-class Settings(NamedTuple):
+class GpuSettings(NamedTuple):
     """Static facts of one kernel.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Block(NamedTuple):
         tiles: number of tiles; 0 if there is nothing to compute.
     """
 
-    settings: Settings
+    settings: GpuSettings
     hidden: Any
     weight: Any
     products: Products
@@ -163,7 +163,7 @@ class _Block(NamedTuple):
 
 
 def forward_kernel(
-    settings: Settings,
+    settings: GpuSettings,
     bounds: Any,
     hidden: Any,
     weight: Any,
@@ -235,7 +235,7 @@ def forward_kernel(
 
 
 def gradient_kernel(
-    settings: Settings,
+    settings: GpuSettings,
     bounds: Any,
     hidden: Any,
     weight: Any,

@@ -43,8 +43,8 @@ from jaxrl_post.kernels.token_logprob.gpu_kernels import (
     OWN_ROWS,
     ROWS,
     STATISTICS,
+    GpuSettings,
     Layout,
-    Settings,
     forward_kernel,
     gradient_kernel,
 )
@@ -81,7 +81,7 @@ def forward(
     weight = _padded(weight)
     row_tiles = order.shape[0] // ROWS
     part, ranges = _ranges(math.ceil(weight.shape[0] / COLUMNS), row_tiles)
-    settings = Settings(layout, part, FORWARD_SLOTS)
+    settings = GpuSettings(layout, part, FORWARD_SLOTS)
     found = settings.run(
         forward_kernel,
         (row_tiles, ranges),
@@ -156,7 +156,7 @@ def backward(
     facts = jnp.stack([residuals.normalizer, residuals.entropy, g, e, g - n])
     facts = take(facts.T, order).T
     part, ranges = _ranges(chunk // COLUMNS, block // ROWS)
-    settings = Settings(layout, part, BACKWARD_SLOTS)
+    settings = GpuSettings(layout, part, BACKWARD_SLOTS)
     gradient = settings.run(
         gradient_kernel,
         (block // ROWS, ranges),

@@ -33,9 +33,9 @@ def check_agents(
         sums_rewards: whether the algorithm sums rewards along a sequence.
 
     Raises:
-        ConfigError: several processes or machines, `--reward.model`, a credit of turns that cannot follow branches, too few
-            turns for an episode, or an address that others can reach; or, without
-            agents, an address.
+        ConfigError: several processes or machines, `--reward.model`, a credit of turns
+            that cannot follow branches, too few turns for an episode, or an address
+            that others can reach; or, without agents, an address.
     """
     if not isinstance(environment, AgentEnvironment):
         if config.rollout.serve != RolloutConfig().serve:
@@ -58,7 +58,7 @@ def check_agents(
     if config.rollout.judges != "local":
         raise ConfigError(
             "--rollout.judges: agents reach the sampler on this machine's loopback, "
-            f"which those of {config.rollout.judges} cannot; take local"
+            f"which agents on {config.rollout.judges} cannot; take local"
         )
     options = config.algorithm
     if options.turn_credit == "turns" and sums_rewards:

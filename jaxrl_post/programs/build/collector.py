@@ -12,7 +12,7 @@ from jaxrl_post.learner.model import Model
 from jaxrl_post.programs.build.agents import open_agents
 from jaxrl_post.rollout.collector import Collector
 from jaxrl_post.rollout.dialogue import Dialogue
-from jaxrl_post.rollout.flight import Limits
+from jaxrl_post.rollout.flight import EpisodeLimits
 from jaxrl_post.sampler import Engine
 
 __all__ = ["make_collector", "open_collector", "open_judges"]
@@ -81,7 +81,7 @@ def make_collector(
     dialogue = Dialogue(
         codec=Codec(model.tokenizer, rollout.max_result_tokens),
         judges=judges,
-        limits=Limits(rollout.max_turns, rollout.max_prompt_tokens),
+        limits=EpisodeLimits(rollout.max_turns, rollout.max_prompt_tokens),
         grace_s=rollout.reward_grace_s if rollout.partial else 0.0,
     )
     return Collector(dialogue, rollout.deadline_s)

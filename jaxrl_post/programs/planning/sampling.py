@@ -23,7 +23,7 @@ from jaxrl_post.programs.build.layouts import same_devices
 from jaxrl_post.programs.planning.chips import Work
 from jaxrl_post.programs.planning.program import Program, placed
 from jaxrl_post.programs.planning.work import ModelWork
-from jaxrl_post.rollout.weights import Group, Relayout
+from jaxrl_post.rollout.weights import MovedArrays, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
 from jaxrl_post.sampler.decode import PrefillRows, Rows
 from jaxrl_post.sampler.jitted import DeviceFunctions
@@ -34,11 +34,11 @@ from jaxrl_post.sharding import DEFAULT_RULES, MeshError, per_device_bytes, spli
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import PyTree
 
-__all__ = ["Sampler", "make_sampler"]
+__all__ = ["SamplerPlan", "make_sampler"]
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplerPlan:
     """An engine without arrays, and how it gets its parameters.
 
     Attributes:
@@ -203,7 +203,7 @@ class _Calls(NamedTuple):
 
 def make_sampler(
     config: PlanConfig, architecture: ModelConfig, mesh: Mesh
-) -> Sampler | None:
+) -> SamplerPlan | None:
     """Makes the sampler of a run from shapes; None for a train step alone.
 
     Args:
@@ -244,7 +244,7 @@ def make_sampler(
         collections.Counter(),
     )
     moved = own is not mesh or dtype != jnp.dtype(config.dtype)
-    return Sampler(
+    return SamplerPlan(
         config,
         functions,
         params,
@@ -254,9 +254,9 @@ def make_sampler(
     )
 
 
-def _alike(groups: list[Group]) -> list[list[Group]]:
+def _alike(groups: list[MovedArrays]) -> list[list[MovedArrays]]:
     """Groups of arrays of the same shapes and ways, which compile to one program."""
-    found = collections.defaultdict[Any, list[Group]](list)
+    found = collections.defaultdict[Any, list[MovedArrays]](list)
     for group in groups:
         ways = tuple((way.dtype, way.source, way.target) for way in group.ways)
         found[ways].append(group)

@@ -27,11 +27,11 @@ from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sharding import DEFAULT_RULES, per_device_bytes, split_size
 from jaxrl_post.types import PyTree, TokenBatch
 
-__all__ = ["Trainer", "counts", "make_trainer"]
+__all__ = ["TrainerPlan", "counts", "make_trainer"]
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerPlan:
     """A learner without arrays.
 
     Attributes:
@@ -139,7 +139,9 @@ class Trainer:
         )
 
 
-def make_trainer(config: PlanConfig, architecture: ModelConfig, mesh: Mesh) -> Trainer:
+def make_trainer(
+    config: PlanConfig, architecture: ModelConfig, mesh: Mesh
+) -> TrainerPlan:
     """Makes the learner of a GRPO run from shapes.
 
     Args:
@@ -181,7 +183,7 @@ def make_trainer(config: PlanConfig, architecture: ModelConfig, mesh: Mesh) -> T
     state = jax.eval_shape(
         lambda params: training.create(params, optimizer, None), params
     )
-    return Trainer(
+    return TrainerPlan(
         config,
         learner,
         placed(state, layout),

@@ -12,7 +12,7 @@ from jaxrl_post.conversations import group_of, prompt_of
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
 from jaxrl_post.envs.tasks.held_out import TasksOfFiles, split_of
 from jaxrl_post.envs.tasks.instructions.constraints import Constraint
-from jaxrl_post.envs.tasks.instructions.generated import Request, answer, make
+from jaxrl_post.envs.tasks.instructions.generated import WrittenRequest, answer, make
 from jaxrl_post.envs.tasks.ranges import (
     require_integer,
     require_path_options,
@@ -151,7 +151,7 @@ class Instructions(TasksOfFiles["_Row"]):
         data = {"constraints": request.constraints, "topic": request.topic}
         return Task(index, (Message("user", request.prompt),), "", data)
 
-    def _drawn(self, rng: Random, split: Split) -> Request:
+    def _drawn(self, rng: Random, split: Split) -> WrittenRequest:
         while True:
             request = make(rng, self.constraints)
             if split_of(request.prompt) == split:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl_post.envs.tasks.instructions.constraints import Constraint
 
-__all__ = ["Request", "answer", "make"]
+__all__ = ["WrittenRequest", "answer", "make"]
 
 _REQUESTS = (
     "Write a short text about {}.",
@@ -35,7 +35,7 @@ _ENDINGS = ("That is all.", "Is there more to say?", "Thank you for reading.")
 
 
 @dataclass(frozen=True)
-class Request:
+class WrittenRequest:
     """A prompt and its constraints.
 
     Attributes:
@@ -49,7 +49,7 @@ class Request:
     constraints: tuple[Constraint, ...]
 
 
-def make(rng: Random, most: int) -> Request:
+def make(rng: Random, most: int) -> WrittenRequest:
     """A prompt with one to `most` instructions that can be fulfilled together.
 
     >>> print(make(Random(1), 2).prompt)
@@ -68,7 +68,7 @@ def make(rng: Random, most: int) -> Request:
         sentences.append(sentence)
         constraints.append(Constraint(kind, parameters))
     prompt = " ".join([rng.choice(_REQUESTS).format(topic), *sentences])
-    return Request(prompt, topic, tuple(constraints))
+    return WrittenRequest(prompt, topic, tuple(constraints))
 
 
 def answer(topic: str, constraints: tuple[Constraint, ...]) -> str:

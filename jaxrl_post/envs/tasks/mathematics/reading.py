@@ -225,7 +225,7 @@ def _reader() -> Callable[[str], Any]:
             self.asked = True
             return super().text
 
-    class Tokens(CommonTokenFactory):
+    class Lexemes(CommonTokenFactory):
         def create(self, source: Any, type: int, text: Any, *place: int) -> Token:  # noqa: A002
             *span, line, column = place
             token = Token(source, type, *span)
@@ -238,7 +238,7 @@ def _reader() -> Callable[[str], Any]:
         def create_parser(self, latex_str: str) -> Any:
             parser = super().create_parser(latex_str)
             self.stream: Any = parser.getTokenStream()
-            self.stream.tokenSource._factory = Tokens()
+            self.stream.tokenSource._factory = Lexemes()
             return parser
 
         def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
