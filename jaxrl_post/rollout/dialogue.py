@@ -247,7 +247,7 @@ class Dialogue:
             raise SeveralTurnsError(
                 f"--env: task {flight.task.id} continues after its first turn "
                 "(Step.done is False), and an episode may have one; raise "
-                "--rollout.max-turns (in launch.evaluate --max-turns) to the most turns "
+                "--rollout.max-turns (launch.evaluate: --max-turns) to the most turns "
                 "that it may have"
             )
         try:
