@@ -112,7 +112,7 @@ class RolloutConfig:
         serve: address at which agents reach the sampler, for an environment with agents
             (`envs.AgentEnvironment`); port 0 takes a free one.
         reward_deadline_s: most seconds for one judgement, or with agents for one
-            episode.
+            episode; with `partial` this includes the steps that an agent waits for.
         reward_memory_gib: most GiB of address space of a judging process; a judgement
             that needs more fails. None for no limit.
         reward_grace_s: with `partial`, seconds for which decoding waits for each
