@@ -172,7 +172,7 @@ PACKING = [
 EXAMPLES = [
     Fault(
         "desirable and undesirable answers are exchanged",
-        "examples/packed.py::Judgements.encode",
+        "examples/packed.py::JudgedExamples.encode",
         "1.0 if each.desirable else -1.0",
         "-1.0 if each.desirable else 1.0",
         "examples/test_packed.py",
@@ -268,6 +268,27 @@ COLLECTOR = [
 ]
 
 RESUME = [
+    Fault(
+        "a suspended answer of an agent begins again",
+        "serve/service.py::_Open._rest",
+        "(*request.prompt, *ids)",
+        "request.prompt",
+        "serve/test_suspended.py",
+    ),
+    Fault(
+        "episodes that ended are lost with an unfinished group",
+        "rollout/collector.py::Collector.restore",
+        "self._add(map(Episode.from_json, saved.get('ended', ())))",
+        "pass",
+        "rollout/test_collector.py programs/test_partial.py",
+    ),
+    Fault(
+        "groups that run are not counted when others are begun",
+        "rollout/buffer.py::Buffer.admits",
+        "wanted.groups + wanted.spare - len(self) - in_flight",
+        "wanted.groups + wanted.spare - len(self)",
+        "programs/test_partial.py",
+    ),
     Fault(
         "a resumed run counts its prompts from 0",
         "programs/experience.py::Experience.restore",
@@ -430,7 +451,7 @@ PLANS = [
     ),
     Fault(
         "a plan samples a prompt once",
-        "programs/planning/sampling.py::Sampler._calls",
+        "programs/planning/sampling.py::SamplerPlan._calls",
         "rollout.samples_per_prompt",
         "1",
         "planning/test_sampling.py",
