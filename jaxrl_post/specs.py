@@ -117,9 +117,8 @@ def call(
         if option in known and not fits(value, known[option]):
             text = f"; for a text write {option}={json.dumps(str(value))}"
             raise ValueError(
-                f"{what}: {option} must be of type "
-                f"{inspect.formatannotation(known[option])}; got {value!r:.80} "
-                f"({type(value).__name__}){text if fits('', known[option]) else ''}"
+                f"{what}: {option} must be {_values_of(known[option])}, got "
+                f"{value!r:.80}{text if fits('', known[option]) else ''}"
             )
     try:
         return build(**chosen)
@@ -170,6 +169,20 @@ def named_parameters(
                 "given by name; write it without '/'"
             )
     return named, rest
+
+
+def _values_of(wanted: Any) -> str:
+    """The values that an annotation allows, in words.
+
+    >>> _values_of(typing.Literal["fail", "skip"]), _values_of(float), _values_of(bool)
+    ("'fail' or 'skip'", 'a number', 'true or false')
+    """
+    value = getattr(wanted, "__value__", wanted)  # That of a type alias.
+    if typing.get_origin(value) is typing.Literal:
+        *others, last = map(repr, typing.get_args(value))
+        return f"{', '.join(others)} or {last}" if others else last
+    words = {bool: "true or false", int: "an integer", float: "a number"}
+    return words.get(wanted) or f"of type {inspect.formatannotation(wanted)}"
 
 
 def _wanted(parameter: inspect.Parameter) -> Any:
@@ -229,9 +242,10 @@ def imported(name: str, kind: str, known: str = "", *, data: bool = False) -> An
 
     >>> imported("math:sqrt", "grader")(4)
     2.0
-    >>> imported("math:absent", "grader")
+    >>> imported("math:fab", "grader")
     Traceback (most recent call last):
-    ValueError: no grader 'math:absent': 'math' has no function or class 'absent'
+    ValueError: no grader 'math:fab': 'math' has no function or class 'fab'; did
+    you mean 'fabs'?
     """
     there = f". There are {known}" if known else ""
     module, colon, attribute = name.partition(":")

@@ -101,7 +101,10 @@ class TestTurns:
             ("metric nan", "scripted: metric 'speed' must be a finite number, got nan"),
             ("metric text", r"scripted: metric 'speed' must be .*, got 'fast' \(str"),
             ("no message", r"scripted: messages must be Messages of text, got 'hello'"),
-            ("none", "scripted: step must return a Step, got NoneType"),
+            (
+                "none",
+                "scripted: step, .* must return a Step, got NoneType",
+            ),
         ],
     )
     def test_what_is_no_step_is_invalid(self, pool, script, error):

@@ -299,7 +299,7 @@ def test_a_function_that_raises_on_its_own_answer_is_warned_of(file, scripted, c
         ({"grader": "absent_module:f"}, "there is no module 'absent_module' on sys.p"),
         ({"grader": "json:absent"}, "'json' has no function or class 'absent'"),
         ({"extract": "("}, r"extract must be a regular expression, got '\('"),
-        ({"extract": "a", "grader": "json:loads"}, "gets the whole response"),
+        ({"extract": "a", "grader": "operator:eq"}, "gets the whole response"),
         ({"extraction": "flexible"}, "extraction is for the grader 'math' alone"),
         ({"extraction": "loose"}, "must be 'flexible' or 'strict', got 'loose'"),
         ({"on_bad_row": "no"}, "on_bad_row must be 'fail' or 'skip', got 'no'"),

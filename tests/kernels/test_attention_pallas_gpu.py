@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_post.kernels.attention import (
+    Scoring,
     Sight,
     attention,
     gpu_kernels,
@@ -81,12 +82,11 @@ def check(batch, length, heads, kv_heads, dim, value_dim, window, softcap, sinks
     """The errors of both passes are at most twice the reference's."""
     positions, ends = forest(batch, length)
     arrays = operands(batch, length, heads, kv_heads, dim, value_dim, jnp.bfloat16)
-    options = {"window": window, "softcap": softcap}
-    if sinks:
-        options["sinks"] = jnp.linspace(-1.0, 2.0, heads)
+    biases = jnp.linspace(-1.0, 2.0, heads) if sinks else None
+    scoring = Scoring(window, None, softcap, biases)
 
     def run(arrays, **implementation):
-        return both_passes(positions, ends, arrays, **options, **implementation)
+        return both_passes(positions, ends, arrays, scoring=scoring, **implementation)
 
     run = jax.jit(run, static_argnames=("implementation", "interpret"))
     found = run(arrays, implementation="pallas_gpu", interpret=True)

@@ -176,7 +176,8 @@ def test_a_reward(page):
     rows = opened.run(*SHORT)
     grade = imported("my_reward:same_place", "grader")
     assert grade("abd", "abc") == grade("abd", ["x", "abc"]) == 2 / 3
-    questions = read_rows(Path(launch_grpo.PROGRAM.recipes["jsonl"]().data.path))
+    file = Path(launch_grpo.PROGRAM.recipes["jsonl"]().data.path)
+    questions = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     answers = {row["prompt"]: row["answer"] for row in questions}
     samples = list(read_rows(Path(opened.option("run-dir")) / "samples.jsonl"))
     assert samples

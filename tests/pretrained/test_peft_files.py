@@ -322,8 +322,14 @@ def test_options_that_mean_nothing_here(changes, tmp_path):
         ),
         ({"modules_to_save": "lm_head"}, "must be a list of names; got 'lm_head'"),
         ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\] is not supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern={'q_proj': 4} is not supp"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern={'q_proj': 4} is not su"),
+        (
+            {"rank_pattern": {"q_proj": 4}},
+            "rank_pattern={'q_proj': 4} is supp",
+        ),
+        (
+            {"alpha_pattern": {"q_proj": 4}},
+            "alpha_pattern={'q_proj': 4} is sup",
+        ),
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True is not supported"),
         ({"new_option": 1}, "new_option=1 is not supported"),
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base model too; conv"),

@@ -11,7 +11,7 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.model import Model
-from jaxrl_post.programs import rl
+from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.sampler import Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
@@ -40,7 +40,7 @@ def save(tmp_path, model):
 def engine_of(model: Model, draft: str | None, **options):
     rollout = dataclasses.replace(RL.rollout, draft=draft, guesses=3, **options)
     weights = sampler_layout(rollout, model)
-    return rl.make_engine(rollout, model, weights, seed=0)
+    return make_engine(rollout, model, weights, seed=0)
 
 
 def test_the_draft_guesses_for_the_runs_sampler(model, save):

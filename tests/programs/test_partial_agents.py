@@ -34,6 +34,8 @@ def test_an_agent_goes_on_in_a_later_step(tmp_path, served, recompute):
     )
     until, found, steps = tmp_path / "now", [], 0
     with training(waiting(until), config) as trainer:
+        # The learner is that of other tests too.
+        trainer.updater.learner.seen.clear()
         while not any(group.prompt_id == 0 for group in found):
             steps += 1
             assert steps < 100

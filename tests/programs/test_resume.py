@@ -211,10 +211,10 @@ def test_a_restored_state_takes_the_place_of_the_first(copied, monkeypatch):
     freed = []
 
     def train(run, training, **_):
-        moments = jax.tree.leaves(training.state.opt_state)
+        moments = jax.tree.leaves(training.updater.state.opt_state)
         watched = weakref.ref(max(moments, key=lambda leaf: leaf.size))
         del moments
-        training.state = None
+        training.updater.state = None
         gc.collect()
         freed.append(watched() is None)
         raise ConfigError("enough")
@@ -413,10 +413,10 @@ def test_an_evaluation_that_a_signal_put_off_is_made_on_resuming(config, tmp_pat
 
 
 def test_a_run_that_diverged_says_which_checkpoints_there_are(copied, monkeypatch):
-    def diverged(feed, state, chosen, number):
+    def diverged(updater, batch, number):
         raise DivergenceError(f"step {number}: train/loss is nan")
 
-    monkeypatch.setattr(offline, "_step", diverged)
+    monkeypatch.setattr(offline._FeedUpdater, "update", diverged)
     with pytest.raises(
         DivergenceError,
         match=rf"step 4: .* nan\. Checkpoints in .*run/checkpoints are of the steps "

@@ -245,7 +245,7 @@ def test_the_command_line_gives_a_file_or_none(file):
     path = file(GOOD)
     found = make_environment("text2sql", DataConfig(path=path, on_bad_row="skip"))
     assert found == Text2SQL(path, on_bad_row="skip")
-    with pytest.raises(ConfigError, match=r"--data.path: text2sql needs the training"):
+    with pytest.raises(ConfigError, match=r"--data.path: text2sql needs training"):
         make_environment("text2sql", DataConfig(eval_path=path))
 
 

@@ -190,8 +190,12 @@ def test_who_says_that_calls_may_be_concurrent(tmp_path):
     assert declared(make_toolset(spec)) == [False]
     assert declared(make_toolset(f"{spec}&concurrent=true")) == [True]
     assert declared(make_toolset("shell")) == [False, False]
-    assert declared(Functions(declared)) == [False]
-    assert declared(Functions(declared, concurrent=True)) == [True]
+
+    def look(key: str) -> str:
+        return key
+
+    assert declared(Functions(look)) == [False]
+    assert declared(Functions(look, concurrent=True)) == [True]
     assert declared(Search("passages.jsonl")) == [True]
     with pytest.raises(ValueError, match="concurrent must be true or false, got 4"):
         Endpoint("http://127.0.0.1:9", (), concurrent=4)
