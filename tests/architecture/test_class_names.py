@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "jaxrl_post"
-# What a reader of the step meets.
+# Classes that a reader of the step meets.
 ONCE = {
     "Admission", "Answer", "Buffer", "Collector", "Completion", "Dialogue", "Engine",
     "Episode", "EpisodeLimits", "Flight", "Group", "Judged", "Judgement",

@@ -289,7 +289,6 @@ MISTAKES = [
         "--algorithm.kl-weights: with --algorithm.kl-coefficient 0 no KL is estimated",
     ),
     (grpo, ("--mesh=xx4",), "^--mesh: unknown axis 'xx'"),
-    (distill, (), "--algorithm.reference: distillation needs the directory"),
     (sft, ("--warm-start.steps", "3"), "--warm-start.steps: fine-tuning is what a wa"),
     (sft, ("--examples-per-step", "0"), "--examples-per-step: must be at least 1; go"),
     (dpo, ("--loss.beta", "-1"), "--loss.beta: must be greater than 0; got -1"),

@@ -34,7 +34,7 @@ def test_an_agent_goes_on_in_a_later_step(tmp_path, served, recompute):
     )
     until, found, steps = tmp_path / "now", [], 0
     with training(waiting(until), config) as trainer:
-        # The learner is that of other tests too.
+        # Other tests share the learner.
         trainer.updater.learner.seen.clear()
         while not any(group.prompt_id == 0 for group in found):
             steps += 1

@@ -108,7 +108,7 @@ def test_a_single_turn_is_the_case_of_one_judgement():
     _, effects = play(generated(4), judged(1.0, done=True))
     assert [type(effect).__name__ for effect in effects] == [
         "Generate",
-        "Judge",
+        "Ask",
         "Finish",
     ]
     assert effects[-1].episode.tokens.ids.tolist() == [1, 2, 3, 4]
