@@ -177,7 +177,7 @@ def _values_of(wanted: Any) -> str:
     >>> _values_of(typing.Literal["fail", "skip"]), _values_of(float), _values_of(bool)
     ("'fail' or 'skip'", 'a number', 'true or false')
     """
-    value = getattr(wanted, "__value__", wanted)  # What a type alias stands for.
+    value = getattr(wanted, "__value__", wanted)  # Type aliases have one.
     if typing.get_origin(value) is typing.Literal:
         *others, last = map(repr, typing.get_args(value))
         return f"{', '.join(others)} or {last}" if others else last
