@@ -79,10 +79,10 @@ def one_a_group[Item: Grouped](examples: Sequence[Item]) -> list[Item]:
     Returns:
         One example per group, in the order in which the groups first appear.
 
-    >>> from jaxrl_post.data.preferences import Judged
+    >>> from jaxrl_post.data.preferences import JudgedAnswer
     >>> from jaxrl_post.messages import Message
     >>> prompt = (Message("user", "2+2="),)
-    >>> answers = [Judged(prompt, answer, answer == "4", "2+2=") for answer in "3456"]
+    >>> answers = [JudgedAnswer(prompt, n, n == "4", "2+2=") for n in "3456"]
     >>> len(one_a_group(answers))
     1
     """

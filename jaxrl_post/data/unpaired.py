@@ -50,7 +50,7 @@ def answers_to_others(judged: Sequence[JudgedAnswer]) -> list[str]:
 
     >>> from jaxrl_post.messages import Message
     >>> def judged(prompt, answer):
-    ...     return Judged((Message("user", prompt),), answer, True, prompt)
+    ...     return JudgedAnswer((Message("user", prompt),), answer, True, prompt)
     >>> answers_to_others([judged("1+1=", "2"), judged("2+2=", "4")])
     ['4', '2']
     """

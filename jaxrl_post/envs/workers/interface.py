@@ -47,7 +47,7 @@ class Judgement:
             no turn was answered).
         seconds: time from sending the request to the worker until the result.
 
-    >>> Outcome(Step(1.0, done=True), None, "ok", 0.01).kind
+    >>> Judgement(Step(1.0, done=True), None, "ok", 0.01).kind
     'ok'
     """
 
@@ -141,7 +141,7 @@ type MakeWorker = Callable[[WorkerSettings], Worker]
 def encode_outcome(outcome: Judgement) -> dict[str, Any]:
     """An outcome as a JSON object.
 
-    >>> encode_outcome(Outcome(None, "it died", "crashed", 0.5))
+    >>> encode_outcome(Judgement(None, "it died", "crashed", 0.5))
     {'kind': 'crashed', 'error': 'it died', 'seconds': 0.5, 'step': None}
     """
     return {
@@ -155,7 +155,7 @@ def encode_outcome(outcome: Judgement) -> dict[str, Any]:
 def decode_outcome(fields: dict[str, Any]) -> Judgement:
     """The outcome that `encode_outcome` encoded.
 
-    >>> outcome = Outcome(Step(1.0, done=True), None, "ok", 0.5)
+    >>> outcome = Judgement(Step(1.0, done=True), None, "ok", 0.5)
     >>> decode_outcome(encode_outcome(outcome)) == outcome
     True
     """
