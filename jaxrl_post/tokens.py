@@ -86,9 +86,9 @@ class Tokens:
         if not size:
             return _NONE
         zeros = np.zeros(size, np.float32)
-        nobody = np.full(size, -1, np.int32)
+        no_versions = np.full(size, -1, np.int32)
         sampled = np.zeros(size, np.bool_)
-        return cls(array, zeros, zeros, nobody, sampled, _no_ids(size))
+        return cls(array, zeros, zeros, no_versions, sampled, _no_ids(size))
 
     @classmethod
     def generated(

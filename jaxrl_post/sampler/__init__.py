@@ -5,6 +5,7 @@ The sampler is the part that generates completions, on the trainer's devices.
 
 from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.engine import Engine
+from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import Completion, Request, SamplingParams
 from jaxrl_post.sampler.sizes import EngineConfig
 
@@ -14,5 +15,6 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Request",
+    "Sampler",
     "SamplingParams",
 ]

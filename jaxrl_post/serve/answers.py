@@ -85,7 +85,7 @@ class Asked(abc.ABC):
             "model": self.served.name,
         }
 
-    def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extras(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The fields of an answer other than its choices; may add to the choices."""
         del choices
         return {}
@@ -130,7 +130,7 @@ class Asked(abc.ABC):
             body = self.head(stream=False) | {
                 "choices": choices,
                 "usage": self._usage(sampled),
-                **self.beside(choices),
+                **self.extras(choices),
             }
             if self.recorded is not None:
                 _require_sendable(body)
@@ -142,7 +142,7 @@ class Asked(abc.ABC):
 
     async def _events(self, call: Call) -> AsyncIterator[Mapping[str, Any]]:
         head, piece_of, sampled = self.head(stream=True), self.pieces(), 0
-        if told := self.beside(()):
+        if told := self.extras(()):
             yield head | {"choices": [], **told}
         async for _, update in call.updates():
             piece = piece_of(update)

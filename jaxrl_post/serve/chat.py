@@ -134,7 +134,7 @@ class _Asked(answers.Asked):
             undo.pop_all()
             return asked
 
-    def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extras(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The prompt's token ids, for a client that asks for them."""
         del choices
         if not self.fields.return_token_ids:

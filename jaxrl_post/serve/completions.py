@@ -98,7 +98,7 @@ class _Asked(answers.Asked):
         texts = Texts(served.tokenizer, sampling.stop_strings, special)
         return cls(served, fields, wanted, recorded, texts)
 
-    def beside(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extras(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The token ids of the first prompt; each choice of an answer has its own."""
         if not (choices and self.fields.return_token_ids):
             return {}

@@ -111,17 +111,14 @@ def test_blocks_that_no_query_sees_are_not_read(window, code):
         key, value = quantize_entries(key, code), quantize_entries(value, code)
     scoring = window, 0.2, None
     sizes = Sizes(1, 2, 16, 128)
-    expected = part(
-        part_of_keys,
-        query,
-        key,
-        value,
-        at,
-        positions,
-        *scoring,
-        interpret=True,
-        sizes=sizes,
-    )
+
+    def run(key, value):
+        return part(
+            part_of_keys, query, key, value, at, positions, *scoring,
+            interpret=True, sizes=sizes,
+        )  # fmt: skip
+
+    expected = run(key, value)
     first, last = np.asarray(at)[:, 0] - (window or 10**6) + 1, np.asarray(at)[:, 0]
     block = np.arange(512) // 128
     read = (block >= np.maximum(first, 0)[:, None] // 128) & (
@@ -135,17 +132,7 @@ def test_blocks_that_no_query_sees_are_not_read(window, code):
         return jnp.where(read[:, None, :, None], leaf, jnp.nan)
 
     key, value = jax.tree.map(poisoned, (key, value))
-    found = part(
-        part_of_keys,
-        query,
-        key,
-        value,
-        at,
-        positions,
-        *scoring,
-        interpret=True,
-        sizes=sizes,
-    )
+    found = run(key, value)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
