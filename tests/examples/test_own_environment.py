@@ -135,9 +135,9 @@ def test_a_wrong_environment_or_agent_is_told(module, mine, told):
     ("query", "told"),
     [
         ("levl=2", "no option 'levl'; it has level, name; did you mean 'level'"),
-        ("level=x", r"level must be of type int; got 'x' \(str\)"),
-        ("level=1.5", r"level must be of type int; got 1.5 \(float\)"),
-        ("name=3", 'name must be of type str; got 3 .*write name="3"'),
+        ("level=x", "level must be an integer, got 'x'"),
+        ("level=1.5", "level must be an integer, got 1.5"),
+        ("name=3", 'name must be of type str, got 3; .*write name="3"'),
     ],
 )
 def test_a_wrong_option_of_an_environment_is_told(module, query, told):

@@ -116,7 +116,7 @@ def test_options_that_it_does_not_have_are_refused(module):
         make("mine?beta=1", beta=1.0)
     with pytest.raises(ConfigError, match=r"has no option 'shfit'.*mean 'shift'"):
         make("mine?shfit=1")
-    with pytest.raises(ConfigError, match=r"^--loss.name.*shift must be of type float"):
+    with pytest.raises(ConfigError, match=r"^--loss.name.*shift must be a number"):
         make("mine?shift=x")
     with pytest.raises(ConfigError, match=r"^--loss.beta: .*beta must be"):
         make(beta=-1.0)
