@@ -93,3 +93,14 @@ def _restore_mesh():
     before = jax.sharding.get_mesh()
     yield
     jax.set_mesh(before)
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules(tmp_path_factory: pytest.TempPathFactory):
+    """Forgets modules of a test's own folder: another test may use their names."""
+    before = set(sys.modules)
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +49,12 @@ def trained(tmp_path, monkeypatch):
         (tmp_path / "my_agent.py").write_text(agent)
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(str(tmp_path))
-        # Each test has an agent of this name.
-        monkeypatch.delitem(sys.modules, "my_agent", raising=False)
         handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             assert grpo.main([*arguments, *SHORT]) == 0
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            sys.modules.pop("my_agent", None)
         rows = list(read_rows(tmp_path / "runs/agent/metrics.jsonl"))
         assert [row["step"] for row in rows] == [0, 1, 2]
         return [row["metrics"] for row in rows[1:]]

@@ -11,7 +11,6 @@ import io
 import json
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
 
@@ -159,7 +158,6 @@ def test_python_runs(name, tmp_path, monkeypatch):
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(code, name, "exec"), names)
         else:
-            monkeypatch.delitem(sys.modules, file[1], raising=False)
             (tmp_path / f"{file[1]}.py").write_text(code, encoding="utf-8")
             importlib.import_module(file[1])
 
@@ -174,7 +172,6 @@ def tutorial(name: str, module: str, folder: Path, monkeypatch: pytest.MonkeyPat
     assert code.startswith(f"# {module}.py\n")
     (folder / f"{module}.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, module, raising=False)
     return importlib.import_module(module)
 
 

@@ -1,11 +1,9 @@
 """docs/how-to: each page's file is used by the page's command, and has an effect."""
 
-import importlib
 import json
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -89,14 +87,9 @@ def page(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "spread.py").write_text(SPREAD)
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    before = set(sys.modules)
     yield Page
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in set(sys.modules) - before:
-        if name == "spread" or name.startswith("my_"):
-            del sys.modules[name]
-    importlib.invalidate_caches()
 
 
 def trained(rows):

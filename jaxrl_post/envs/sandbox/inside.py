@@ -570,16 +570,20 @@ def main():
             guard(settings["owner"], settings["home"])
         limit(settings, parent)
         os.chdir(settings["home"])
+        os.environ.clear()
+        os.environ.update(settings["environment"])
+        calls = Calls(settings, reader, writer)
+        # Starting the interpreter now makes the first call of a warm place quick.
+        calls.start()
+    except BlockingIOError as error:
+        told = "the user runs as many processes as the limit allows"
+        os.write(2, (f"{told} ({error})").encode())
+        os._exit(71)
     except (OSError, ValueError, ImportError) as error:
         os.write(2, (f"{type(error).__name__}: {error}").encode())
         os._exit(71)
     os.dup2(empty, 2)
     os.close(empty)
-    os.environ.clear()
-    os.environ.update(settings["environment"])
-    calls = Calls(settings, reader, writer)
-    # Starting the interpreter now makes the first call of a warm place quick.
-    calls.start()
     calls.answer(EXIT, 0, (0.0, 0.0))
     calls.serve()
 

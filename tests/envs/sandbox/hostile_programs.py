@@ -144,8 +144,14 @@ for group in range(1, 40000):
     try: os.killpg(group, 0)
     except OSError: continue
     if group not in (os.getpgrp(), os.getppid(), 1): escaped(group)""",
-    "kills its parents": "os.kill(os.getppid(), 9); time.sleep(0.2)",
-    "stops its parents": "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(60)",
+    "kills its parents": """
+try: os.kill(os.getppid(), 9)
+except OSError: pass
+time.sleep(0.2)""",
+    "stops its parents": """
+try: os.kill(os.getppid(), signal.SIGSTOP)
+except OSError: pass
+time.sleep(60)""",
     "traces": """
 number = 101 if os.uname().machine == 'x86_64' else 117
 refused(number, 16, victim, 0, 0); refused(number, 16, os.getppid(), 0, 0)""",

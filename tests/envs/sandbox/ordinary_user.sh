@@ -1,14 +1,15 @@
 #!/bin/sh
 # Runs a Python module as a user without rights, for tests that root starts:
 #
-#     unshare --mount sh ordinary_user.sh EMPTY PYTHON PREFIX PROJECT MODULE [ARGUMENT...]
+#     unshare --mount sh ordinary_user.sh USER EMPTY PYTHON PREFIX PROJECT MODULE [ARGUMENT...]
 #
 # Folders such as /root are closed to that user. In this process's own table of mounts,
 # they are replaced by empty ones that hold only PREFIX, where the Python is, and PROJECT.
-# EMPTY is an empty folder.
+# EMPTY is an empty folder, USER the number of a user who runs nothing else: the kernel
+# limits the processes of a user together.
 set -eu
-kept=$1 python=$2 prefix=$3 project=$4
-shift 4
+user=$1 kept=$2 python=$3 prefix=$4 project=$5
+shift 5
 mount -t tmpfs -o mode=755 none "$kept"
 for folder in "$prefix" "$project"; do
     mkdir -p "$kept$folder"
@@ -32,5 +33,5 @@ for folder in "$prefix" "$project"; do
     mount --bind "$kept$folder" "$folder"
 done
 cd "$project"
-exec setpriv --reuid=1234567 --regid=1234567 --clear-groups \
+exec setpriv --reuid="$user" --regid="$user" --clear-groups \
     env -i PATH=/usr/local/bin:/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1 "$python" -m "$@"

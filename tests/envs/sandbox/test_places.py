@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_post.envs.sandbox import Limits, SandboxError, find
+from jaxrl_post.envs.sandbox import Limits, SandboxError, find, mechanisms
 from jaxrl_post.envs.sandbox.keeper import remove_directory
 from tests.envs.sandbox import available
 
@@ -292,3 +292,14 @@ def test_a_folder_without_end_is_removed(tmp_path):
     remove_directory(folder)
     assert not folder.exists()
     assert tmp_path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts another user's places")
+def test_a_place_that_gets_no_process_tells_why(monkeypatch):
+    requirement = available.require("landlock")
+    bounds = mechanisms._resource_limits
+    monkeypatch.setattr(
+        mechanisms, "_resource_limits", lambda given, _: bounds(given, 1)
+    )
+    with pytest.raises(SandboxError, match="no start: the user runs as many processes"):
+        find(requirement)
