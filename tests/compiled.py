@@ -26,6 +26,7 @@ from pathlib import Path
 import jax
 
 __all__ = [
+    "Folders",
     "borrow",
     "folder_of_all",
     "give_back",
@@ -113,6 +114,34 @@ def give_back(folder: Path, *, ended_well: bool = True, root: Path = ROOT) -> No
             if not (here / file.name).exists():
                 os.replace(file.path, here / file.name)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+class Folders:
+    """Folders of programs that follow each other.
+
+    To link all that is kept takes a second. So a program gets the folder of one that
+    has ended well, if there is one.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self._free: list[Path] = []
+
+    def borrow(self) -> Path:
+        """A folder that no program uses, with all that is kept."""
+        return self._free.pop() if self._free else borrow(self._root)
+
+    def give_back(self, folder: Path, *, ended_well: bool) -> None:
+        """Takes the folder of a program that has ended."""
+        if ended_well:
+            self._free.append(folder)
+        else:
+            give_back(folder, ended_well=False, root=self._root)
+
+    def close(self) -> None:
+        """Keeps the new files of all programs that have ended well."""
+        while self._free:
+            give_back(self._free.pop(), root=self._root)
 
 
 def make_room(root: Path = ROOT, *, largest: int = LARGEST) -> None:

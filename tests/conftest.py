@@ -1,6 +1,7 @@
 """Eight CPU devices, strict type promotion, and shape checks for every test."""
 
 import atexit
+import itertools
 import os
 import sys
 
@@ -32,6 +33,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # examples are the same in every run, so that a test that passes keeps passing.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
+typecheck.check_arrays_alone()
 install_import_hook(typecheck.modules(), f"{typecheck.__name__}.checked")
 
 
@@ -98,9 +100,9 @@ def _restore_mesh():
 @pytest.fixture(autouse=True)
 def _forget_modules(tmp_path_factory: pytest.TempPathFactory):
     """Forgets modules of a test's own folder: another test may use their names."""
-    before = set(sys.modules)
+    before = len(sys.modules)
     yield
     folder = str(tmp_path_factory.getbasetemp())
-    for name in set(sys.modules) - before:
+    for name in [*itertools.islice(sys.modules, before, None)]:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
             del sys.modules[name]

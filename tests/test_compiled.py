@@ -56,6 +56,26 @@ def test_of_a_process_that_was_killed_nothing_is_kept(tmp_path):
     assert not folder.exists()
 
 
+def test_a_program_gets_the_folder_of_one_that_has_ended_well(tmp_path):
+    folders = compiled.Folders(tmp_path)
+    first, second = folders.borrow(), folders.borrow()
+    assert first != second
+    (first / "a-cache").write_text("a")
+    (second / "half-cache").write_text("ha")
+    folders.give_back(first, ended_well=True)
+    folders.give_back(second, ended_well=False)
+    assert not second.exists()
+    assert folders.borrow() == first
+    other = folders.borrow()
+    assert list(other.iterdir()) == []
+    for each in (first, other):
+        folders.give_back(each, ended_well=True)
+    folders.close()
+    assert stored(tmp_path) == {"a-cache": "a"}
+    assert not first.exists()
+    assert not other.exists()
+
+
 def test_two_processes_with_one_program_keep_the_first(tmp_path):
     one, other = compiled.borrow(tmp_path), compiled.borrow(tmp_path)
     (one / "a-cache").write_text("one")

@@ -21,7 +21,7 @@ from jaxrl_post.sampler import batches
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.guessing import Guessing
-from jaxrl_post.sampler.jitted import DeviceFunctions
+from jaxrl_post.sampler.jitted import shared_functions
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
@@ -101,8 +101,6 @@ class Engine:
         kernels: implementation of attention, as in `models.forward`.
 
     Attributes:
-        compilations: number of compiled programs, by function; the draft model's count
-            too.
         decoded_rows: rows of all decoding steps, those that sampled nothing included.
         guessing: what guesses have been worth.
 
@@ -127,7 +125,6 @@ class Engine:
     ) -> None:
         rules = rules.with_context_as_batch()
         self.config, self.sizes, self.rules = config, sizes, rules
-        self.compilations: collections.Counter[str] = collections.Counter()
         self.decoded_rows = 0
         self._mesh, self._detokenize = mesh, detokenize
         self._running: collections.deque[_Running] = collections.deque()
@@ -140,14 +137,15 @@ class Engine:
         # alive. None before the first call.
         self._seen: _Seen | None = None
         self._draft, self._draft_pages = draft, None
-        settings = jnp.dtype(dtype), mesh, rules, self.compilations
+        settings = jnp.dtype(dtype), mesh, rules
         drafting = None
         if draft is not None:
             guessing = dataclasses.replace(sizes, exact=False)
-            drafting = DeviceFunctions(
-                draft.config, guessing, *settings, kernels=kernels
+            drafting = shared_functions(
+                draft.config, guessing, *settings, None, kernels
             )
-        self._functions = DeviceFunctions(config, sizes, *settings, drafting, kernels)
+        self._functions = shared_functions(config, sizes, *settings, drafting, kernels)
+        self._compiled_before = self._compiled
         self.scheduler = Scheduler(sizes, self._functions.split)
         with self._own_mesh():
             replicate = jax.jit(
@@ -162,6 +160,20 @@ class Engine:
     def busy(self) -> bool:
         """Whether requests are waiting or running."""
         return self.scheduler.busy
+
+    @property
+    def compilations(self) -> collections.Counter[str]:
+        """Number of programs compiled since the engine was made, by function.
+
+        The draft model's count too. Engines of the same model and sizes share them.
+        """
+        return self._compiled - self._compiled_before
+
+    @property
+    def _compiled(self) -> collections.Counter[str]:
+        draft = self._functions.draft
+        own = self._functions.compilations
+        return own + (collections.Counter() if draft is None else draft.compilations)
 
     @property
     def cache(self) -> Pages:

@@ -1,7 +1,8 @@
 """The jitted device functions of an engine: what it runs, and what a plan compiles."""
 
 import collections
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import Rules, partition_spec, split_size
 from jaxrl_post.types import PyTree
 
-__all__ = ["DeviceFunctions"]
+__all__ = ["DeviceFunctions", "shared_functions"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class DeviceFunctions:
         dtype: dtype of the KV cache, as in `KVCache.zeros`.
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
-        compilations: number of traces by function's name, one per compilation.
         draft: functions of the draft model; of these `empty` and `prefill` are used.
         kernels: implementation of attention, as in `models.forward`.
+        compilations: number of traces by function's name, one per compilation.
 
     Raises:
         ValueError: the model's context does not allow the sizes, a part of the cache
@@ -52,9 +53,11 @@ class DeviceFunctions:
     dtype: jnp.dtype
     mesh: Mesh | None
     rules: Rules
-    compilations: collections.Counter[str]
     draft: "DeviceFunctions | None" = None
     kernels: Implementation = "auto"
+    compilations: collections.Counter[str] = field(
+        default_factory=collections.Counter, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
@@ -209,3 +212,8 @@ class DeviceFunctions:
             leaf.shape, axes, self.mesh, self.rules, name="cache_tokens"
         )
         return NamedSharding(self.mesh, spec)
+
+
+# Engines of one model and sizes share what they have compiled, as in a notebook whose
+# cell is run again. A process has few such engines.
+shared_functions = functools.lru_cache(maxsize=16)(DeviceFunctions)

@@ -1,5 +1,6 @@
 """Whole programs in processes of their own, as a person runs them."""
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -52,16 +53,20 @@ def surroundings(devices: int, folder: Path) -> dict[str, str]:
     }
 
 
+FOLDERS = compiled.Folders()
+atexit.register(FOLDERS.close)
+
+
 @contextlib.contextmanager
 def programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m MODULE ARGUMENTS`; what still runs at the end is killed."""
-    started: list[tuple[subprocess.Popen[str], Path]] = []
+    started: list[subprocess.Popen[str]] = []
+    caches: dict[subprocess.Popen[str], Path] = {}
 
     def keep_what_is_compiled() -> None:
         """Only of processes that ended well: a full disk, too, leaves half a file."""
-        for process, cache in started:
-            if process.poll() is not None:
-                compiled.give_back(cache, ended_well=process.returncode == 0)
+        for process in [each for each in caches if each.poll() is not None]:
+            FOLDERS.give_back(caches.pop(process), ended_well=process.returncode == 0)
 
     def start(
         module: str,
@@ -72,7 +77,7 @@ def programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     ) -> subprocess.Popen[str]:
         keep_what_is_compiled()
         how = ["-m"] if largest_file is None else ["-c", LIMITED, str(largest_file)]
-        cache = compiled.borrow()
+        cache = FOLDERS.borrow()
         process = subprocess.Popen(
             [sys.executable, *how, module, *arguments],
             cwd=folder,
@@ -82,11 +87,12 @@ def programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        started.append((process, cache))
+        started.append(process)
+        caches[process] = cache
         return process
 
     yield start
-    for process, _ in started:
+    for process in started:
         if process.poll() is None:
             process.kill()
             process.wait(timeout=30)
@@ -154,7 +160,7 @@ EPISODES = (
     "--rollout.max-turns=3",
     "--rollout.max-prompt-tokens=24",
     "--rollout.partial=6",
-    "--rollout.num-slots=32",
+    "--rollout.num-slots=8",
     "--algorithm.turn-credit=turns",
     # The tokens that sampling kept are part of what a checkpoint holds of an episode.
     "--rollout.top-k=20",

@@ -35,6 +35,8 @@ def options(run: Path, *more: str) -> list[str]:
         "--warm-start.steps=40",
         "--warm-start.examples-per-step=16",
         *QUICK,
+        # On one device; a few lengths of rows, each of which is compiled.
+        "--update.microbatch-tokens=64",
         *more,
     ]
 

@@ -1,6 +1,5 @@
 """FLOPs and bytes of a model's programs: published numbers, sums by hand, XLA's."""
 
-import collections
 import dataclasses
 
 import jax
@@ -232,9 +231,7 @@ def functions(config: ModelConfig) -> tuple[DeviceFunctions, tuple]:
         steps_per_call=1,
         prefill_tokens=64 * 64,
     )
-    made = DeviceFunctions(
-        config, sizes, BF16, None, DEFAULT_RULES, collections.Counter()
-    )
+    made = DeviceFunctions(config, sizes, BF16, None, DEFAULT_RULES)
     params = models.abstract(models.param_specs(config), BF16)
     return made, (params, made.pages_shape)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler.jitted import shared_functions
 from jaxrl_post.sampler.scheduler import Scheduler
 from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
@@ -207,6 +208,7 @@ def test_parameters_may_be_donated_when_nothing_is_left():
 # Slots and heads are divided on both; tests/sampler has other meshes in other files.
 @pytest.mark.parametrize("spec", daily(["dp4,tp2", "fsdp2,tp4"], ["dp4,tp2"]))
 def test_on_a_mesh_each_shape_is_compiled_once(params, expected, spec):
+    shared_functions.cache_clear()
     mesh = create_mesh(spec)
     engine = make_engine(mesh=mesh)
     jitted = engine._functions.decode

@@ -13,6 +13,7 @@ from jaxrl_post.kernels.token_logprob import from_logits
 from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.models import RopeScaling, forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler.jitted import shared_functions
 from jaxrl_post.sharding import MeshError, create_mesh
 from jaxrl_post.tokens import Tokens
 from tests import tiny
@@ -44,6 +45,7 @@ def params():
 @pytest.fixture(scope="module")
 def engine():
     """Compiled once for this file; every test leaves it idle."""
+    shared_functions.cache_clear()
     return make_engine()
 
 
@@ -394,6 +396,20 @@ def test_some_samples_are_cancelled_and_the_others_go_on(engine, params):
     while engine.busy:
         rest += engine.step(params)
     assert_same_samples(rest, [c for c in expected if c.sample_index not in (1, 5)])
+
+
+def test_an_engine_of_the_same_model_and_sizes_compiles_nothing_again(params):
+    shared_functions.cache_clear()
+    requests = [Request(0, prompt(5), 2, sampling=GREEDY)]
+    first = make_engine()
+    other = make_engine(dataclasses.replace(SIZES, steps_per_call=2))
+    expected = first.generate(params, requests)
+    assert first.compilations.keys() == {"prefill", "decode"}
+    again = make_engine()
+    assert_same_samples(again.generate(params, requests), expected)
+    assert again.compilations.total() == 0
+    assert_same_samples(other.generate(params, requests), expected)
+    assert other.compilations.keys() == {"prefill", "decode"}
 
 
 def test_compilations_are_bounded(engine, params):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.batches import prefill_calls
+from jaxrl_post.sampler.jitted import shared_functions
 from jaxrl_post.sampler.scheduler import Scheduler
 from jaxrl_post.tokens import Tokens
 from tests import tiny
@@ -143,6 +144,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def both():
+    shared_functions.cache_clear()
     params, engines, found = tiny.shared(), [], []
     for few in (False, True):
         sizes = dataclasses.replace(SMALL, few_shapes=few)

@@ -241,7 +241,6 @@ def make_sampler(
         cached,
         own,
         rules,
-        collections.Counter(),
     )
     moved = own is not mesh or dtype != jnp.dtype(config.dtype)
     return SamplerPlan(

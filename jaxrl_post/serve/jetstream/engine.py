@@ -145,7 +145,7 @@ class JetStreamEngine:
                 "replica"
             )
         self.config, self.tokenizer, self.sizes = config, tokenizer, sizes
-        self.sampling, self.compilations = sampling, collections.Counter[str]()
+        self.sampling = sampling
         self._params, self._mesh = params, mesh
         # Its prefill is of one prompt, and takes the mesh and the sizes as they are.
         self._functions = DeviceFunctions(
@@ -154,9 +154,9 @@ class JetStreamEngine:
             jnp.dtype(cache_dtype),
             mesh,
             rules,
-            self.compilations,
             kernels=kernels,
         )
+        self.compilations = self._functions.compilations
         self._slots = SlotFunctions(self._functions, sizes, sampling)
         self._lock = threading.Lock()
         self._asked: collections.Counter[int] = collections.Counter()
