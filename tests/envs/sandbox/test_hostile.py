@@ -98,7 +98,7 @@ def test_no_program_of_an_ordinary_user_does_harm(way, tmp_path):
             *begin,
             "sh",
             script,
-            # Of its own in each worker of pytest too.
+            # Another one in each worker of pytest, too.
             str(1_000_000_000 + os.getpid() * PARTS + part),
             str(folder),
             python,
