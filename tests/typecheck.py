@@ -43,7 +43,7 @@ def check_arrays_alone() -> None:
     """Lets jaxtyping's import hook check the functions that annotate arrays.
 
     Others pay for their checks in each call. Functions inside of functions are left out
-    as well: each call makes them and their checks anew. Both together took a tenth of
+    as well: each call makes them and their checks again. Both took a tenth of
     the time of the tests.
     """
     transformer = _import_hook.JaxtypingTransformer
