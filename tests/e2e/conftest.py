@@ -146,6 +146,8 @@ QUICK = (
     "--rollout.samples-per-prompt=8",
     "--rollout.max-tokens=4",
     "--rollout.max-prompt-tokens=16",
+    # Few sizes of a decoding batch, each of which is compiled.
+    "--rollout.num-slots=8",
     "--update.microbatch-tokens=512",
     "--eval.num-tasks=8",
     # Untrained models stop by chance.
@@ -160,7 +162,6 @@ EPISODES = (
     "--rollout.max-turns=3",
     "--rollout.max-prompt-tokens=24",
     "--rollout.partial=6",
-    "--rollout.num-slots=8",
     "--algorithm.turn-credit=turns",
     # The tokens that sampling kept are part of what a checkpoint holds of an episode.
     "--rollout.top-k=20",
