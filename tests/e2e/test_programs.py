@@ -90,6 +90,7 @@ def test_judges_of_a_ray_cluster_train_as_those_of_this_machine_do(
         "fsdp2,cp2,tp2",
     ],
 )
+@pytest.mark.slow("compiles a run for eight devices, and one for one device")
 def test_a_mesh_trains_as_one_device_does(run_here, model, one_device, tmp_path, mesh):
     run = tmp_path / "run"
     output = run_here("launch.grpo", *options(run, model, f"--mesh={mesh}"))
@@ -108,6 +109,7 @@ def test_a_mesh_trains_as_one_device_does(run_here, model, one_device, tmp_path,
 
 
 @pytest.mark.processes
+@pytest.mark.slow("trains twice on eight devices")
 def test_a_sampler_on_a_mesh_of_its_own_gives_the_same_run(run_here, model, tmp_path):
     """fsdp8 that samples on dp2,tp4, against dp2,tp4 alone."""
     found, expected, texts = {}, {}, []

@@ -86,6 +86,7 @@ def test_tools_that_cannot_be_had_are_refused(run_here, tmp_path, options, told)
 
 
 @pytest.mark.processes
+@pytest.mark.slow("a supervised run and an evaluation of several turns")
 def test_demonstrations_with_calls_are_learned_and_evaluated(run_here, tmp_path):
     run = tmp_path / "sft"
     read = ("--examples-per-step=8", "--eval.num-tasks=8", "--mesh=dp8")

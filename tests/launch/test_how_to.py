@@ -196,6 +196,7 @@ def test_an_environment(page):
 
 
 @pytest.mark.processes
+@pytest.mark.slow("a run of several turns, with worker processes")
 def test_a_tool(page):
     pytest.importorskip("docstring_parser", reason="needs the extra 'tools'")
     opened = page("tool")

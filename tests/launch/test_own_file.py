@@ -80,6 +80,7 @@ def told(folder: Path) -> list[float]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow("a run, its resumption and an evaluation")
 def test_one_file_is_enough(folder, capsys):
     assert grpo.main([*SHORT, "--steps=1"]) == 0
     run = folder / "run"
