@@ -34,7 +34,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # examples are the same in every run, so that a test that passes keeps passing.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
-typecheck.check_arrays_alone()
+typecheck.skip_what_is_not_annotated()
 install_import_hook(typecheck.modules(), f"{typecheck.__name__}.checked")
 
 
