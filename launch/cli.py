@@ -196,6 +196,11 @@ def _read_options[Config](program: Program[Config], arguments: list[str]) -> Con
         description=f"{description}--config FILE reads a configuration that a run "
         "wrote (its config.json). Other options change it.",
     )
+    both = [given(arguments, option) for option in ("--steps", "--epochs")]
+    if None not in both:
+        raise ValueError(
+            "--epochs: gives the length of the run, as --steps does; give one"
+        )
     if hasattr(config, "warm_start"):
         _check_warm_start(config, arguments)
     return config

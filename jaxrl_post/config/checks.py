@@ -4,6 +4,7 @@
 the devices runs where these are opened.
 """
 
+import dataclasses
 import difflib
 import importlib.util
 import math
@@ -43,6 +44,7 @@ __all__ = [
     "check_options",
     "known",
     "reward_weights",
+    "with_steps",
 ]
 
 # The bounds that each kind of correction has.
@@ -94,6 +96,28 @@ def check_options(config: RunConfig) -> None:
         _check_rl(config)
     if isinstance(config, OfflineConfig):
         _check_offline(config)
+
+
+def with_steps[Config: RunConfig](config: Config, size: int, per_step: int) -> Config:
+    """Sets `steps` to what `epochs` needs, and checks the options that depend on it.
+
+    Args:
+        config: of a run; without `epochs` it is returned unchanged.
+        size: number of training tasks or examples, at least 1.
+        per_step: how many of them a step takes.
+
+    Raises:
+        ConfigError: names the option.
+
+    >>> with_steps(RunConfig(epochs=1.5), 100, 32).steps
+    5
+    """
+    if config.epochs is None:
+        return config
+    steps = max(1, math.ceil(config.epochs * size / per_step))
+    config = dataclasses.replace(config, steps=steps)
+    check_options(dataclasses.replace(config, epochs=None))
+    return config
 
 
 def check_algorithm(
@@ -216,7 +240,7 @@ def _check_rl(config: RLConfig) -> None:
             "--reward.*: there is no reward model; give --reward.model, or drop the "
             "options"
         )
-    if 0 < config.critic.warmup_steps >= config.steps:
+    if config.epochs is None and 0 < config.critic.warmup_steps >= config.steps:
         raise ConfigError(
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
             f"policy never learns; got {config.critic.warmup_steps}"

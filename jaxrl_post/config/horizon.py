@@ -29,7 +29,8 @@ def check_schedules(config: RunConfig) -> None:
                 f"{option}: a constant schedule has no end; drop the option, or give "
                 f"--{name}.schedule linear or cosine"
             )
-        if end < config.steps:
+        # The length of a run in epochs is known once its data was read.
+        if config.epochs is None and end < config.steps:
             raise ConfigError(
                 f"{option}: must be at least --steps, {config.steps}, since a "
                 f"{optimizer.schedule} schedule ends at 0, and further steps train "

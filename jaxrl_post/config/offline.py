@@ -112,7 +112,7 @@ class OfflineConfig(RunConfig):
 
     examples_per_step: Annotated[int, COUNT] = 64
     max_tokens: Annotated[int, COUNT] = 128
-    log_every: Annotated[int, COUNT, FREE] = 10
+    log_every: Annotated[int, COUNT, FREE] = 1
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_steps=20)
     )

@@ -94,9 +94,10 @@ class RolloutConfig:
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); with turn credit, rewards of a turn that differ; with gdpo, a
             weighted part that differs. Further groups wait for the next step.
-        truncated: reward of an answer that was cut at `max_tokens`. zero: 0; reward:
-            the environment's reward; mask: it is not trained on, but still counts in
-            its group's baseline (DAPO's overlong filter).
+        truncated: reward of an answer that was cut at `max_tokens`, in training and in
+            evaluations. reward: the environment's reward; zero: at most 0; mask: the
+            environment's, but the answer is not trained on; it still counts in its
+            group's baseline (DAPO's overlong filter).
         overlong_buffer: tokens before `max_tokens` over which a completion's reward
             falls linearly, by up to `overlong_penalty` (DAPO); 0 for no penalty. With
             several turns the longest one counts, since `max_tokens` is of a turn.
@@ -148,7 +149,7 @@ class RolloutConfig:
     guess_rows: Annotated[int, COUNT] = 32
     draft: str | None = None
     dynamic_sampling: bool = False
-    truncated: Literal["reward", "zero", "mask"] = "zero"
+    truncated: Literal["reward", "zero", "mask"] = "reward"
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0
     overlong_penalty: Annotated[float, NOT_NEGATIVE] = 1.0
     max_draws: Annotated[int, COUNT] = 4

@@ -166,6 +166,8 @@ class RunConfig:
             preset.
         steps: length of the run in steps; each step learns from one batch, sampled or
             read.
+        epochs: length of the run in passes over the training tasks, examples or pairs,
+            instead of `steps`, rounded up to whole steps. None for `steps`.
         update: how a batch becomes optimizer steps.
         optimizer: AdamW and its learning rate.
         eval: when and on what the model is evaluated.
@@ -192,6 +194,7 @@ class RunConfig:
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     steps: Annotated[int, COUNT, FREE] = 200
+    epochs: Annotated[float | None, POSITIVE, FREE] = None
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval: Annotated[EvalConfig, FREE] = field(default_factory=EvalConfig)

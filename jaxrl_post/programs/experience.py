@@ -169,6 +169,11 @@ class Experience:
             )
         return metrics
 
+    @property
+    def held_out_size(self) -> int:
+        """Number of held-out tasks that `evaluate` answers."""
+        return min(self.config.eval.num_tasks, len(self._tasks["eval"]))
+
     def evaluate(self, sampler: Sampler) -> Evaluation:
         """Answers the held-out tasks greedily.
 
@@ -182,8 +187,7 @@ class Experience:
         begin = time.perf_counter()
         self._suspend()
         tasks = self._tasks["eval"]
-        count = min(self.config.eval.num_tasks, len(tasks))
-        numbered = [(EVAL_IDS + i, tasks[i]) for i in range(count)]
+        numbered = [(EVAL_IDS + i, tasks[i]) for i in range(self.held_out_size)]
         # A second collector, so that training's unfinished groups stay untouched.
         training = self.collector
         collector = training.apart()
@@ -197,6 +201,9 @@ class Experience:
         alone = self.judge is not None and self.judge.options.environment_weight
         solving = groups if alone else None
         groups = self._with_model(groups, dict(numbered))
+        if self.config.rollout.truncated == "zero":
+            groups = batching.worthless_if_truncated(groups)
+            solving = solving and batching.worthless_if_truncated(solving)
         training.seconds.update(spent)
         answers = [group.episodes[0] for group in groups]
         check_failed(answers, self.config.rollout.max_failed_share, "evaluation")
@@ -365,6 +372,7 @@ class Experience:
                 },
                 turns=rollout.max_turns > 1,
             )
+        metrics["train/epoch"] = self.drawn / len(self._tasks["train"])
         for name, spent in self.collector.seconds.items():
             metrics[f"time/{name}"] = spent
             self.collector.seconds[name] = 0.0

@@ -15,10 +15,10 @@ from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
+from jaxrl_post.records.progress import Progress
 from jaxrl_post.records.sinks import (
     MetricsLog,
     NoLog,
-    Progress,
     SampleLog,
     tell_missing,
 )
@@ -63,6 +63,11 @@ class Training(abc.ABC):
     @abc.abstractmethod
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
         """Restores `snapshot` and `meta`; the journal restores `indices` itself."""
+
+    @property
+    @abc.abstractmethod
+    def held_out_size(self) -> int:
+        """Number of examples that `measure` evaluates; 0 if there are none."""
 
     @abc.abstractmethod
     def measure(self, number: int) -> dict[str, float]:
@@ -120,8 +125,12 @@ class RunJournal:
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are left, until the run is stopped."""
+        first = True
         while self.step < self._run.config.steps and not self._stopped:
+            if first:
+                self._progress.phase(f"step {self.step + 1}, which compiles programs")
             yield self.step + 1
+            first = False
 
     def end(self, step: int, metrics: dict[str, float]) -> None:
         """Ends a step: looks for signals, evaluates, logs, saves."""
@@ -141,7 +150,7 @@ class RunJournal:
         # Without the row of this step, which is written again.
         logged = self._counts()
         if evaluates and not due:
-            metrics |= training.measure(step)
+            metrics |= self._measured(step)
             told = processes.exchange("stop after an evaluation", self._should_stop())
             self._stopped = self._stopped or any(told)
         last = step == config.steps or self._stopped
@@ -184,9 +193,18 @@ class RunJournal:
             run.describe()
         tell_missing(self.step, meta.get(LOGS, {}), self._counts())
         if latest is None:
-            self._rows.write(0, training.measure(0))
+            metrics = self._measured(0)
+            self._rows.write(0, metrics)
+            if metrics:
+                self._progress.update(0, metrics)
         if pending is not None:
-            self._rows.write(self.step, pending | training.measure(self.step))
+            self._rows.write(self.step, pending | self._measured(self.step))
+
+    def _measured(self, step: int) -> dict[str, float]:
+        """Evaluates, and says so."""
+        if count := self._training.held_out_size:
+            self._progress.phase(f"evaluating {count:,} held-out examples")
+        return self._training.measure(step)
 
     def _counts(self) -> dict[str, int]:
         """Rows in the logs."""

@@ -4,7 +4,7 @@
     producer.feed(buffer, sampler, step)   # rollouts, until the buffer has a batch
     batch = buffer.take()                  # the groups that the step trains on
     update = updater.update(batch, step)   # credit, minibatches, optimizer
-    watch(step, metrics)                   # rules: warn, stop
+    watch(step, metrics)                   # rules: warn
 
 and a step of a run on a data set is `take`, `update` and `watch` alone. After each step
 the journal logs, evaluates and saves.
@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 from jaxrl_post.learner.learner import Update
 from jaxrl_post.programs.journal import RunJournal, Training
 from jaxrl_post.programs.run import Run
+from jaxrl_post.programs.watch import Warnings
 
 __all__ = [
     "BatchSource",
@@ -82,14 +83,14 @@ class Trainer[Batch](Training):
         updater: trains on it.
         weights: None if the run never samples.
         producer: fills the buffer with rollouts; None if a data set does.
-        watch: looks at each step's metrics.
+        watch: looks at each step's metrics; by default it warns, by `watch.RULES`.
     """
 
     buffer: BatchSource[Batch]
     updater: BatchUpdater[Batch]
     weights: Weights | None = field(default=None, kw_only=True)
     producer: Producer | None = field(default=None, kw_only=True)
-    watch: Watch = field(default=lambda step, metrics: None, kw_only=True)
+    watch: Watch = field(default_factory=Warnings, kw_only=True)
 
     def step(self, number: int) -> tuple[dict[str, float], Batch]:
         """Takes a step.

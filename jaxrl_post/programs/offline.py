@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxrl_post.algorithms import reward_model, supervised
-from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.checks import check_options, with_steps
 from jaxrl_post.config.data import DEFAULT_ENV
 from jaxrl_post.config.horizon import optimizer_steps
 from jaxrl_post.config.offline import (
@@ -59,10 +59,12 @@ from jaxrl_post.programs.run import (
     finish,
     open_run,
     print_table,
+    tell_data,
     warm_started,
 )
 from jaxrl_post.records import notation
-from jaxrl_post.records.sinks import ACCURACY, NoLog, warnings_shown
+from jaxrl_post.records.metric_table import ACCURACY
+from jaxrl_post.records.sinks import NoLog, warnings_shown
 from jaxrl_post.types import PyTree
 
 __all__ = ["run_offline"]
@@ -247,7 +249,10 @@ def _run(
         if not model.config.predicts_tokens:
             # Fail now, not when saving, if the family cannot save this head.
             write_config(model.config)
-        return config
+        if config.epochs is None:
+            return config
+        size = job.fitting(model.tokenizer).size("train")
+        return with_steps(config, size, config.examples_per_step)
 
     with open_run(
         fetched,
@@ -260,6 +265,8 @@ def _run(
         warm_start=warm_start,
     ) as run:
         fitting = job.fitting(run.model.tokenizer)
+        sizes = fitting.size("train"), fitting.size("eval")
+        tell_data(run, *sizes, run.config.examples_per_step, job.noun)
         return _loop(run, job, fitting, should_stop)
 
 
@@ -321,10 +328,17 @@ def _trainer(
 
 
 class _Read(NamedTuple):
-    """The packed examples of a step, and the seconds that it took to read them."""
+    """The packed examples of a step.
+
+    Attributes:
+        drawn: the examples.
+        seconds: duration of reading and packing them.
+        share: of all training examples.
+    """
 
     drawn: Drawn
     seconds: float
+    share: float
 
 
 @dataclass
@@ -339,7 +353,8 @@ class _Drawing:
         begin = time.perf_counter()
         chosen = (int(next(self.indices)) for _ in range(self.count))
         drawn = self.feed.draw("train", chosen)
-        return _Read(drawn, time.perf_counter() - begin)
+        share = self.count / self.feed.examples.size("train")
+        return _Read(drawn, time.perf_counter() - begin, share)
 
 
 @dataclass
@@ -360,6 +375,7 @@ class _FeedUpdater:
         jax.block_until_ready(self.state.params)
         metrics |= {
             "train/tokens": float(np.sum(ready.loss_mask)),
+            "train/epoch": number * batch.share,
             "time/data": batch.seconds,
             "time/logprobs": after - begin,
             "time/train": time.perf_counter() - after,
@@ -399,6 +415,10 @@ class _OfflineTrainer(Trainer):
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
         del meta
         self.updater.state = snapshot
+
+    @property
+    def held_out_size(self) -> int:
+        return self.held_out.count if self.held_out is not None else 0
 
     def measure(self, number: int) -> dict[str, float]:
         del number

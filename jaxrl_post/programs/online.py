@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from jaxrl_post.algorithms import Algorithm
-from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.checks import check_options, with_steps
 from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
@@ -18,7 +18,12 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.environment import check_functions, make_environment
-from jaxrl_post.examples.tasks import TaskSets, fitting_prompts, open_tasks
+from jaxrl_post.examples.tasks import (
+    SPLITS,
+    TaskSets,
+    fitting_prompts,
+    open_tasks,
+)
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
@@ -50,6 +55,7 @@ from jaxrl_post.programs.run import (
     finish,
     open_run,
     print_table,
+    tell_data,
     warm_started,
 )
 from jaxrl_post.records.sinks import warnings_shown
@@ -117,6 +123,8 @@ def run_rl(
             warm_start=functools.partial(_warm_started, fitting, console, should_stop),
         ) as run:
             kept, _ = fitting(run.model.tokenizer, run.model.config)
+            train, held_out = (len(kept.tasks(split)) for split in SPLITS)
+            tell_data(run, train, held_out, config.rollout.prompts_per_step, "tasks")
             with (
                 open_judges(run.config.rollout, environment) as judges,
                 contextlib.ExitStack() as stack,
@@ -175,7 +183,9 @@ def _measured(
                 "sampler and the log-probs are XLA programs",
                 config.kernels,
             )
-    _, longest = fitting(model.tokenizer, model.config)
+    kept, longest = fitting(model.tokenizer, model.config)
+    size = len(kept.tasks("train"))
+    config = with_steps(config, size, config.rollout.prompts_per_step)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     split = split_size("batch", weights.mesh, model.rules.with_context_as_batch())
     engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))

@@ -20,7 +20,8 @@ from jaxrl_post.programs.experience import Evaluation, Experience
 from jaxrl_post.programs.loop import Trainer
 from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import RunDirectory
-from jaxrl_post.records.sinks import ACCURACY, NoLog, Sample, SampleLog
+from jaxrl_post.records.metric_table import ACCURACY
+from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.episode import Episode, Group
@@ -190,6 +191,11 @@ class OnlineTrainer(Trainer):
             self.buffer.load(meta["queue"])
         self._trained_on = [Sample(**each) for each in meta.get(SHOWN, ())]
 
+    @property
+    def held_out_size(self) -> int:
+        """Number of held-out tasks that are evaluated."""
+        return self.experience.held_out_size
+
     def measure(self, number: int) -> dict[str, float]:
         """Evaluates on the held-out tasks, and logs samples of them and of the step."""
         evaluation = self.evaluate()
@@ -208,7 +214,7 @@ def _evaluated(evaluation: Evaluation) -> dict[str, float]:
         "eval/accuracy_high": high,
         "eval/reward": scores.mean_reward,
         "eval/failed": float(scores.failed),
-        "eval/stopped_fraction": scores.stopped,
+        "eval/truncated_fraction": 1.0 - scores.stopped,
         "time/eval": evaluation.seconds,
     }
 

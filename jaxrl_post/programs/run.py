@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,7 @@ from jaxrl_post.programs.places import (
     tasks_fingerprint,
 )
 from jaxrl_post.programs.template import begun, template_line
+from jaxrl_post.records import notation
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
 from jaxrl_post.records.path import run_path
@@ -73,8 +75,14 @@ __all__ = [
     "finish",
     "open_run",
     "print_table",
+    "tell_data",
     "warm_started",
 ]
+
+_LOGGER = logging.getLogger(__name__)
+
+# A run warns if it trains more often on the same data.
+MANY_EPOCHS = 20
 
 # Errors that a program prints without a traceback. Programs that sample add
 # `experience.SAMPLING_ERRORS`. ValueError covers configuration, mesh, data and
@@ -251,7 +259,7 @@ def open_run[Config: RunConfig](
         processes.check_equal("initial model", {"whether it is there": bool(initial)})
         inputs = _inputs(config, directory, saved, tasks, initial)
         began = None if saved is None else saved.config
-        config = with_horizons(config, began, str(directory.path))
+        console.print(f"opening model {config.model}", markup=False, highlight=False)
         model = open_model(
             config.model if initial is None else str(initial),
             mesh=config.mesh,
@@ -269,6 +277,7 @@ def open_run[Config: RunConfig](
         # Fail before the warm start, which takes minutes.
         lora_of(config.lora, model.config)
         config = complete(config, model)
+        config = with_horizons(config, began, str(directory.path))
         stack.enter_context(jax.set_mesh(model.mesh))
         try:
             kernels = dict.fromkeys(PLATFORMS)
@@ -426,6 +435,7 @@ def warm_started(
         rows=learner.microbatch_rows,
         trees=update.trees,
     )
+    console.print(f"warm start: {warm.steps} supervised steps", highlight=False)
     losses: list[float] = []
     begin = time.perf_counter()
     for number in range(1, warm.steps + 1):
@@ -436,10 +446,38 @@ def warm_started(
         if any(processes.exchange(where, should_stop())):
             raise WarmStartStoppedError
     console.print(
-        f"warm start: {warm.steps} supervised steps in "
+        f"warm start: done in "
         f"{time.perf_counter() - begin:.0f} s, loss {losses[0]:.2f} to {losses[-1]:.2f}"
     )
     return dataclasses.replace(model, params=state.params)
+
+
+def tell_data(run: Run, size: int, held_out: int, per_step: int, noun: str) -> None:
+    """Prints how much data a run has, and how often it trains on it.
+
+    Args:
+        run: opened.
+        size: number of training examples.
+        held_out: number of held-out examples.
+        per_step: training examples of a step.
+        noun: for examples, in the plural.
+    """
+    steps, passes = run.config.steps, run.config.steps * per_step / size
+    run.console.print(
+        f"{size:,} {noun} to train on, {held_out:,} held out; "
+        f"{notation.number(size / per_step)} steps an epoch, "
+        f"{notation.number(passes)} epochs in {steps:,} steps",
+        highlight=False,
+    )
+    if passes > MANY_EPOCHS:
+        _LOGGER.warning(
+            "--steps %d: trains %s times on each of %d %s; a model learns so few by "
+            "heart. Give fewer steps, --epochs, or more data",
+            steps,
+            notation.number(passes),
+            size,
+            noun,
+        )
 
 
 def print_table(console: Console, rows: list[tuple[str, str, str]]) -> None:

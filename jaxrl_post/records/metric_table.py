@@ -7,10 +7,27 @@ import functools
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
-__all__ = ["Row", "row_of", "rows"]
+__all__ = [
+    "ACCURACY",
+    "MISMATCH",
+    "REWARD",
+    "TOKENS_PER_SECOND",
+    "TRUNCATED",
+    "Row",
+    "row_of",
+    "rows",
+]
+
+# The metrics that a person looks at first.
+REWARD = "reward/mean"
+ACCURACY = "eval/accuracy"
+TRUNCATED = "rollout/truncated_fraction"
+MISMATCH = "mismatch/token_mult_prob_error"
+TOKENS_PER_SECOND = "throughput/tokens_per_second"
 
 
 @dataclass(frozen=True)
@@ -22,12 +39,25 @@ class Row:
         meaning: what is measured.
         normal: values of a healthy run.
         remedy: what to look at or to change if it is otherwise.
+        zero: if the metric may be 0 by construction, `options` with the values that
+            make it so, and `why`.
     """
 
     unit: str
     meaning: str
     normal: str
     remedy: str
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+    def why_zero(self, options: Mapping[str, Any]) -> str:
+        """Says why a run with these options has only zeros; "" if it need not.
+
+        Args:
+            options: by their whole names, such as "update.epochs".
+        """
+        needed = self.zero.get("options", {})
+        fits = all(options.get(name) == value for name, value in needed.items())
+        return self.zero["why"] if needed and fits else ""
 
 
 @functools.cache

@@ -1,43 +1,26 @@
-"""The logs of a run: metrics, samples, progress line and warnings."""
+"""The logs of a run: metrics, samples and warnings."""
 
 import logging
 import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, SupportsFloat
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
-from jaxrl_post.records import notation
 from jaxrl_post.records.directory import JsonLines, RunDirectory
 from jaxrl_post.records.trackers import Tracking, open_trackers
 
 __all__ = [
-    "ACCURACY",
-    "MISMATCH",
-    "REWARD",
-    "TOKENS_PER_SECOND",
     "MetricsLog",
     "NoLog",
-    "Progress",
     "Sample",
     "SampleLog",
     "tell_missing",
     "warnings_shown",
 ]
-
-# The metrics that a person looks at first; `Progress` and the report show them by name.
-REWARD = "reward/mean"
-ACCURACY = "eval/accuracy"
-MISMATCH = "mismatch/token_mult_prob_error"
-TOKENS_PER_SECOND = "throughput/tokens_per_second"
 
 TENSORBOARD = Tracking()
 
@@ -276,140 +259,6 @@ def tell_missing(
                 written[name],
                 count,
             )
-
-
-class Progress:
-    """The progress line of a run: step, reward, accuracy, speed and remaining time.
-
-    A terminal gets one line that is redrawn, also during a step. Any other output, such
-    as a log file, gets plain lines: for the first step, for the last, and in between at
-    most one per step and one per interval.
-
-    Args:
-        console: the output; its `is_terminal` selects the kind of line.
-        total_steps: step number at which the run ends, >= 1.
-        interval: seconds between plain lines, >= 0.
-        clock: monotonic seconds.
-
-    >>> import io
-    >>> out = io.StringIO()
-    >>> with Progress(Console(file=out), total_steps=2, clock=lambda: 0.0) as progress:
-    ...     progress.update(1, {"reward/mean": 0.25, "eval/accuracy": 0.5})
-    >>> out.getvalue()
-    'step 1/2  reward 0.25  accuracy 50.0% at 1\\n'
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        *,
-        total_steps: int,
-        interval: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        if total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, got {total_steps}")
-        if interval < 0:
-            raise ValueError(f"interval must be at least 0 seconds, got {interval}")
-        self._console = console
-        self._total_steps = total_steps
-        self._interval = interval
-        self._clock = clock
-        self._live: Live | None = None
-        self._started = clock()
-        self._update: tuple[int, float] | None = None  # Last step, and its time.
-        self._printed: tuple[int, float] | None = None
-        self._metrics: dict[str, float] = {}
-        self._accuracy_step = 0
-        # The median of the last steps: a compilation or a checkpoint hardly moves it.
-        self._paces: deque[float] = deque(maxlen=20)
-
-    def __enter__(self) -> "Progress":
-        self._started = self._clock()
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            live = Live(
-                console=self._console,
-                get_renderable=self._live_line,
-                refresh_per_second=2,
-            )
-            live.start()
-            self._live = live
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Also after Ctrl-C: this restores the cursor, and the error propagates.
-        if self._live is not None:
-            self._live.stop()
-        elif self._update is not None and self._printed != self._update:
-            self._print()
-
-    def update(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Shows that a step is done.
-
-        Args:
-            step: greater than the last call's.
-            metrics: the step's metrics; a metric that is absent keeps its last value,
-                since held-out accuracy is not measured at every step.
-        """
-        now = self._clock()
-        if self._update is not None:
-            before, when = self._update
-            if step <= before:
-                raise ValueError(f"step must be greater than {before}, got {step}")
-            self._paces.append((now - when) / (step - before))
-        self._update = (step, now)
-        for name in (REWARD, ACCURACY, TOKENS_PER_SECOND, MISMATCH):
-            if name in metrics:
-                self._metrics[name] = float(metrics[name])
-        if ACCURACY in metrics:
-            self._accuracy_step = step
-        if self._live is not None:
-            self._live.refresh()
-        elif self._due(step, now):
-            self._print()
-
-    def _due(self, step: int, now: float) -> bool:
-        if self._printed is None or step >= self._total_steps:
-            return True
-        return now - self._printed[1] >= self._interval
-
-    def _print(self) -> None:
-        self._printed = self._update
-        self._console.print(self._line(), soft_wrap=True)
-
-    def _line(self) -> Text:
-        if self._update is None:
-            return Text(f"step 0/{self._total_steps}  first step ...")
-        step, _ = self._update
-        parts = [f"step {step}/{self._total_steps}"]
-        if REWARD in self._metrics:
-            parts.append(f"reward {notation.number(self._metrics[REWARD])}")
-        if ACCURACY in self._metrics:
-            accuracy = notation.percent(self._metrics[ACCURACY])
-            parts.append(f"accuracy {accuracy} at {self._accuracy_step}")
-        if TOKENS_PER_SECOND in self._metrics:
-            speed = notation.number(self._metrics[TOKENS_PER_SECOND])
-            parts.append(f"{speed} tokens/s")
-        if MISMATCH in self._metrics:
-            parts.append(f"mismatch {notation.ratio(self._metrics[MISMATCH])}")
-        if self._paces:
-            pace = statistics.median(self._paces)
-            parts.append(f"{notation.duration(pace)}/step")
-            if step < self._total_steps:
-                remaining = (self._total_steps - step) * pace
-                parts.append(f"ETA {notation.duration(remaining)}")
-        return Text("  ".join(parts))
-
-    def _live_line(self) -> Text:
-        line = self._line()
-        line.append(f"  {notation.duration(self._clock() - self._started)} elapsed")
-        line.no_wrap, line.overflow = True, "ellipsis"
-        return line
 
 
 # Says which kernels compute, which decides how fast a run is.

@@ -30,7 +30,7 @@ def rollout_metrics(
     episodes = [e for group in groups for e in group.episodes if e.reward is not None]
     rewards = [e.reward for e in episodes if e.reward is not None]
     lengths = [e.num_sampled for e in episodes]
-    stopped = [e.stopped for e in episodes]
+    ended = [e.num_sampled for e in episodes if e.stopped]
     sampled = [turn.sampled for e in episodes for turn in e.turns]
     ages = version - np.concatenate([tokens.versions for tokens in sampled])
     masses = np.concatenate([tokens.log_masses for tokens in sampled])
@@ -38,8 +38,8 @@ def rollout_metrics(
     metrics = {
         "reward/trained_mean": float(np.mean(rewards)),
         "rollout/completion_length": float(np.mean(lengths)),
+        "rollout/completion_length_min": float(np.min(lengths)),
         "rollout/completion_length_max": float(np.max(lengths)),
-        "rollout/stopped_fraction": float(np.mean(stopped)),
         "rollout/staleness": float(np.mean(ages)),
         "rollout/kept_mass": float(np.mean(np.exp(masses.astype(np.float64)))),
         # Tokens that are scored among all tokens, though they were not drawn from all;
@@ -49,6 +49,8 @@ def rollout_metrics(
         # cut: E_q[log(p / mass) - log p].
         "mismatch/truncation_kl": abs(float(np.mean(masses.astype(np.float64)))),
     }
+    if ended:
+        metrics["rollout/completion_length_ended"] = float(np.mean(ended))
     if values is not None:
         own = values[_exist(groups, values.shape)]
         metrics["advantage/mean"] = float(np.mean(own))
@@ -83,9 +85,11 @@ def sampling_metrics(
     """
     episodes = [e for group in sampled for e in group.episodes]
     rewards = [e.reward for e in episodes if e.reward is not None]
+    cut = [not e.stopped for e in episodes if e.reward is not None]
     metrics = {
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
+        "rollout/truncated_fraction": float(np.mean(cut)),
         "rollout/failed": float(len(episodes) - len(rewards)),
         "rollout/groups_with_spread": float(
             np.mean([has_spread(group) for group in sampled])
@@ -98,7 +102,8 @@ def sampling_metrics(
         metrics["rollout/turns"] = float(np.mean([len(e.turns) for e in episodes]))
         for name in ("turn_limit", "token_limit"):
             metrics[f"rollout/{name}"] = ends.count(name) / len(ends)
-    metrics |= _means("env", [episode.metrics for episode in episodes])
+    environment = [episode.metrics for episode in episodes]
+    metrics |= _means("env", environment) | _counts(environment)
     metrics |= _means("env", _by_part(sampled, parts))
     metrics |= _means("reward", [episode.rewards for episode in episodes])
     metrics |= _means("reward/player", [_by_player(each) for each in episodes])
@@ -132,6 +137,16 @@ def _failure(error: str) -> str:
     """The kind of failure that `Episode.error` begins with."""
     kind = error.partition(": ")[0]
     return kind if kind in FAILURES else "other"
+
+
+def _counts(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The number of episodes that have a metric, for those that some lack."""
+    counts = Counter(name for each in found for name in each)
+    return {
+        f"env/{name}/episodes": float(count)
+        for name, count in sorted(counts.items())
+        if count < len(found)
+    }
 
 
 def _means(prefix: str, found: Sequence[Mapping[str, float]]) -> dict[str, float]:

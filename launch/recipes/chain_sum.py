@@ -24,7 +24,11 @@ def chain_sum() -> RLConfig:
         env="reasoning-gym:chain_sum?max_terms=3&max_digits=1",
         steps=800,
         rollout=RolloutConfig(
-            prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=4
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            truncated="zero",
+            max_prompt_tokens=0,
+            max_tokens=4,
         ),
         update=UpdateConfig(microbatch_tokens=1024),
         # AdamW's moments restart after the warm start: smaller steps at first.

@@ -31,6 +31,7 @@ def demo() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=0,
             max_tokens=4,
         ),

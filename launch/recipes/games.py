@@ -29,6 +29,7 @@ def guess() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=24,
             max_tokens=2,
             max_turns=3,
@@ -48,6 +49,7 @@ def world() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=16,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=112,
             max_tokens=3,
             max_turns=8,
@@ -72,6 +74,7 @@ def nim() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=16,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=24,
             max_tokens=2,
             max_turns=9,

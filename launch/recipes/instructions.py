@@ -26,6 +26,7 @@ def instructions() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=16,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=0,
             # Some demonstrations, as those in capital letters alone, are longer.
             max_tokens=40,

@@ -26,6 +26,7 @@ def lookup() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=96,
             max_tokens=28,
             max_turns=4,

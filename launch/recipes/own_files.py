@@ -46,6 +46,7 @@ def jsonl() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=0,
             max_tokens=16,
         ),
@@ -66,6 +67,7 @@ def mixture() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=24,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=0,
             # As in `instructions`.
             max_tokens=40,

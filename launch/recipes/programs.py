@@ -26,6 +26,7 @@ def code() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=48,
             max_tokens=28,
         ),
@@ -46,6 +47,7 @@ def python() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=96,
             max_tokens=32,
             max_turns=3,

@@ -25,6 +25,7 @@ def text2sql() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=256,
             max_tokens=48,
         ),

@@ -26,6 +26,7 @@ def search() -> RLConfig:
         rollout=RolloutConfig(
             prompts_per_step=32,
             samples_per_prompt=8,
+            truncated="zero",
             max_prompt_tokens=112,
             max_tokens=24,
             max_turns=3,

@@ -38,7 +38,11 @@ def sums() -> RLConfig:
         data=DataConfig(path=str(QUESTIONS)),
         steps=30,
         rollout=RolloutConfig(
-            prompts_per_step=8, samples_per_prompt=8, max_prompt_tokens=0, max_tokens=16
+            prompts_per_step=8,
+            samples_per_prompt=8,
+            truncated="zero",
+            max_prompt_tokens=0,
+            max_tokens=16,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         eval=EvalConfig(every=10, num_tasks=100),

@@ -1,25 +1,22 @@
 """Metrics for people and for TensorBoard, samples, and the line of progress."""
 
 import dataclasses
-import io
 import json
 import math
 import resource
 import struct
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tensorboardX.proto.event_pb2 import (
     Event,  # pyright: ignore[reportAttributeAccessIssue]
     SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 from jaxrl_post.records.directory import RunDirectory, read_rows
-from jaxrl_post.records.sinks import MetricsLog, Progress, Sample, SampleLog
+from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
 
 
 def events_of(path) -> list[Event]:
@@ -184,146 +181,11 @@ def test_sample_refuses_another_split():
         dataclasses.replace(sample(), split="test")
 
 
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def plain(total_steps: int, interval: float) -> tuple[io.StringIO, Clock, Progress]:
-    out, clock = io.StringIO(), Clock()
-    console = Console(file=out, width=20)
-    progress = Progress(
-        console, total_steps=total_steps, interval=interval, clock=clock
-    )
-    return out, clock, progress
-
-
-def test_plain_lines(tmp_path):
-    out, clock, progress = plain(total_steps=10, interval=0.0)
-    with progress:
-        clock.now += 30.0
-        progress.update(
-            1,
-            {
-                "reward/mean": 0.25,
-                "eval/accuracy": 0.5,
-                "throughput/tokens_per_second": 18_432.0,
-                "mismatch/token_mult_prob_error": 1.00312,
-            },
-        )
-        clock.now += 4.0
-        progress.update(2, {"reward/mean": 0.5})
-        clock.now += 2.0
-        progress.update(4, {})
-    assert out.getvalue().splitlines() == [
-        "step 1/10  reward 0.25  accuracy 50.0% at 1  18.4k tokens/s  mismatch 1.0031",
-        "step 2/10  reward 0.5  accuracy 50.0% at 1  18.4k tokens/s  mismatch 1.0031"
-        "  4.0 s/step  ETA 32 s",
-        "step 4/10  reward 0.5  accuracy 50.0% at 1  18.4k tokens/s  mismatch 1.0031"
-        "  2.5 s/step  ETA 15 s",
-    ]
-
-
-def interrupt(progress: Progress, clock: Clock) -> None:
-    """Does three steps, and then the user types Ctrl-C."""
-    with progress:
-        for step in (1, 2, 3):
-            clock.now += 2.0
-            progress.update(step, {})
-        raise KeyboardInterrupt
-
-
-def steps_printed(out: io.StringIO) -> list[int]:
-    return [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
-
-
-def test_plain_lines_keep_their_distance_but_tell_first_and_last():
-    out, clock, progress = plain(total_steps=9, interval=5.0)
-    with progress:
-        for step in range(1, 10):
-            clock.now += 2.0
-            progress.update(step, {})
-    assert steps_printed(out) == [1, 4, 7, 9]
-
-
-def test_plain_last_line_comes_also_after_ctrl_c():
-    out, clock, progress = plain(total_steps=100, interval=50.0)
-    with pytest.raises(KeyboardInterrupt):
-        interrupt(progress, clock)
-    assert steps_printed(out) == [1, 3]
-
-
-def test_plain_without_a_step_prints_nothing():
-    out, _, progress = plain(total_steps=1, interval=0.0)
-    with progress:
-        pass
-    assert out.getvalue() == ""
-
-
-def terminal(monkeypatch, width: int) -> tuple[io.StringIO, Console]:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    out = io.StringIO()
-    return out, Console(file=out, force_terminal=True, width=width)
-
-
-def test_terminal_line_is_one_line_and_stays(monkeypatch):
-    out, console = terminal(monkeypatch, width=40)
-    with Progress(console, total_steps=5) as progress:
-        progress.update(4, {"reward/mean": 0.25, "eval/accuracy": 0.5})
-        progress.update(5, {"reward/mean": 0.75})
-    last = out.getvalue().split("\r")[-1]
-    assert "step 5/5  reward 0.75  accuracy 50.0% a…\n" in last
-
-
-def test_terminal_is_clean_after_ctrl_c(monkeypatch):
-    out, console = terminal(monkeypatch, width=80)
-    before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        interrupt(Progress(console, total_steps=5), Clock())
-    for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=30)
-        assert not thread.is_alive()
-    hide, show = "\x1b[?25l", "\x1b[?25h"
-    assert out.getvalue().rindex(show) > out.getvalue().rindex(hide)
-
-
-def test_dumb_terminal_gets_plain_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True)
-    with Progress(console, total_steps=5) as progress:
-        progress.update(1, {})
-    assert out.getvalue() == "step 1/5\n"
-
-
-@pytest.mark.parametrize(
-    ("total_steps", "interval", "message"),
-    [
-        (0, 1.0, "total_steps must be at least 1, got 0"),
-        (1, -1.0, "interval must be at least 0 seconds, got -1.0"),
-    ],
-)
-def test_progress_refuses(total_steps, interval, message):
-    with pytest.raises(ValueError, match=message):
-        Progress(Console(), total_steps=total_steps, interval=interval)
-
-
-def test_progress_goes_forward():
-    _, _, progress = plain(total_steps=5, interval=0.0)
-    progress.update(2, {})
-    with pytest.raises(ValueError, match="step must be greater than 2, got 2"):
-        progress.update(2, {})
-
-
 @pytest.mark.processes
 def test_no_import_of_jax_and_of_what_draws():
     code = (
-        "import sys, jaxrl_post.records.sinks, jaxrl_post.records.report\n"
+        "import sys, jaxrl_post.records.sinks, jaxrl_post.records.progress\n"
+        "import jaxrl_post.records.report\n"
         "assert not {'jax', 'jinja2', 'plotly'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

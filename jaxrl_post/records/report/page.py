@@ -12,7 +12,15 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import jaxrl_post
+from jaxrl_post.config.run import flattened
 from jaxrl_post.records import notation
+from jaxrl_post.records.metric_table import (
+    ACCURACY,
+    MISMATCH,
+    REWARD,
+    TOKENS_PER_SECOND,
+    row_of,
+)
 from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.history import Curve, History
 from jaxrl_post.records.report.panels import (
@@ -26,7 +34,6 @@ from jaxrl_post.records.report.panels import (
     Stack,
 )
 from jaxrl_post.records.report.trees import tree
-from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
 from jaxrl_post.records.visible import visible
 
 if TYPE_CHECKING:
@@ -64,7 +71,10 @@ def page(title: str, history: History) -> str:
         others=_others(history),
         examples=[[_sample(row, scale) for row in rows] for rows in history.examples],
         trained=[_sample(row, scale) for row in history.trained],
-        configuration=list(_flat("", history.description.get("config") or {})),
+        configuration=[
+            (name, json.dumps(value, ensure_ascii=False))
+            for name, value in _options(history).items()
+        ],
         version=jaxrl_post.__version__,
         num_rows=len(history.steps),
     )
@@ -128,6 +138,10 @@ def _facts(description: Mapping[str, Any]) -> dict[str, str]:
         "Versions": ", ".join(f"{name} {what}" for name, what in versions.items()),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _options(history: History) -> dict[str, Any]:
+    return flattened(history.description.get("config") or {})
 
 
 def _tiles(history: History) -> Iterator[Values]:
@@ -201,11 +215,24 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
         yield {
             "title": panel.title,
             "now": now,
-            "below": ", ".join(part for part in (name, panel.unit) if part),
+            "below": ", ".join(
+                part for part in (name, panel.unit, *_notes(panel, history)) if part
+            ),
             "width": panel.width,
             "chart": chart,
             "legend": [],
         }
+
+
+def _notes(panel: Panel, history: History) -> Iterator[str]:
+    """Says over how many episodes a mean is, and why a metric is always 0."""
+    counts = history.points(f"{panel.metric}/episodes")
+    if counts:
+        yield f"over {counts[-1][1]:.0f} episodes at step {counts[-1][0]}"
+    row = row_of(panel.metric)
+    if row and all(value == 0 for _, value in history.points(panel.metric)):
+        why = row.why_zero(_options(history))
+        yield f"0 by construction: {why}" if why else ""
 
 
 def _phases(history: History) -> Iterator[Values]:
@@ -283,7 +310,8 @@ def _others(history: History) -> Values:
     }
     stacks = [stack for found in STACKS.values() for stack in found]
     shown |= {metric for stack in stacks for metric, _ in stack.layers}
-    others = sorted(set(history.curves) - shown)
+    counts = {f"{metric}/episodes" for metric in history.curves}
+    others = sorted(set(history.curves) - shown - counts)
     panels = [Panel(metric, metric) for metric in others[:MAX_OTHERS]]
     return {
         "count": len(others),
@@ -318,12 +346,3 @@ def _excerpt(written: str) -> str:
     left = len(written) - MAX_CHARACTERS
     more = f"\n[{left} more characters in samples.jsonl]" if left > 0 else ""
     return written[:MAX_CHARACTERS] + more
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Turns nested mappings into dotted names, in the order of the configuration."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else str(name), inner)
-    elif prefix:
-        yield prefix, json.dumps(value, ensure_ascii=False)

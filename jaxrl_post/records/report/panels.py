@@ -4,8 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxrl_post.records import notation
-from jaxrl_post.records.metric_table import row_of
-from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD, TOKENS_PER_SECOND
+from jaxrl_post.records.metric_table import (
+    ACCURACY,
+    MISMATCH,
+    REWARD,
+    TOKENS_PER_SECOND,
+    TRUNCATED,
+    row_of,
+)
 
 __all__ = [
     "FAILED",
@@ -70,13 +76,26 @@ SECTIONS = (
         ),
     ),
     (
+        "Rollouts",
+        (
+            Panel(TRUNCATED, "Answers cut", notation.percent, smoothed=False),
+            Panel("rollout/groups_with_spread", "Groups with spread", notation.percent),
+            Panel("reward/std", "Spread of rewards"),
+            Panel("rollout/completion_length", "Completion length"),
+            Panel("rollout/completion_length_ended", "Length of ended answers"),
+            Panel("rollout/completion_length_min", "Shortest answer", smoothed=False),
+            Panel("rollout/completion_length_max", "Longest answer", smoothed=False),
+        ),
+    ),
+    (
         "Policy",
         (
             Panel("policy/kl_to_reference", "KL to reference"),
+            Panel("policy/clip_fraction_low", "Clipped below", notation.percent),
+            Panel("policy/clip_fraction_high", "Clipped above", notation.percent),
             Panel("policy/kl_to_proximal", "KL to proximal"),
             Panel("mismatch/kl", "KL of sampler and trainer"),
             Panel("policy/entropy", "Entropy"),
-            Panel("rollout/completion_length", "Completion length"),
             Panel(MISMATCH, "Sampler mismatch", notation.ratio),
         ),
     ),
@@ -139,6 +158,7 @@ SECTIONS = (
             Panel("train/loss", "Loss"),
             Panel("eval/loss", "Held-out loss", smoothed=False),
             Panel("train/grad_norm", "Gradient norm"),
+            Panel("train/learning_rate", "Learning rate", smoothed=False),
             Panel(FAILED, "Failed rollouts", smoothed=False),
         ),
     ),
