@@ -259,6 +259,8 @@ def open_run[Config: RunConfig](
         processes.check_equal("initial model", {"whether it is there": bool(initial)})
         inputs = _inputs(config, directory, saved, tasks, initial)
         began = None if saved is None else saved.config
+        if config.epochs is None:
+            config = with_horizons(config, began, str(directory.path))
         console.print(f"opening model {config.model}", markup=False, highlight=False)
         model = open_model(
             config.model if initial is None else str(initial),
@@ -277,7 +279,9 @@ def open_run[Config: RunConfig](
         # Fail before the warm start, which takes minutes.
         lora_of(config.lora, model.config)
         config = complete(config, model)
-        config = with_horizons(config, began, str(directory.path))
+        if config.epochs is not None:
+            # `complete` has set the steps.
+            config = with_horizons(config, began, str(directory.path))
         stack.enter_context(jax.set_mesh(model.mesh))
         try:
             kernels = dict.fromkeys(PLATFORMS)

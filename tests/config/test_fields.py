@@ -57,6 +57,7 @@ TRAINING = {
     "warm_start.examples_per_step": "at least 1",
     "warm_start.learning_rate": "greater than 0",
     "kernels": "free",
+    "epochs": "greater than 0, free",
     "log": "free",
     "log_project": "free",
     "processes.coordinator": "free",

@@ -106,6 +106,12 @@ def test_a_file_of_a_preset_needs_a_learning_rate_for_a_checkpoint(
     assert options(grpo, "--config", str(file)) == began
 
 
+def test_a_run_has_one_length():
+    assert options(sft, "--epochs=2.5").epochs == 2.5
+    with pytest.raises(ValueError, match=r"--epochs: gives the length of the run, as"):
+        options(sft, "--epochs=2", "--steps", "9")
+
+
 def test_underscores_in_options_are_hyphens():
     same = ("--recipe", "demo", "--model", "runs/sft/model")
     found = options(grpo, *same, "--optimizer.learning_rate", "1e-3")

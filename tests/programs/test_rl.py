@@ -294,6 +294,12 @@ def test_an_answer_that_was_cut_earns_what_the_option_says(coin, judges):
         trained[mode] = int(batch.loss_mask.sum())
         rewards = [r.reward for r in rollouts[mode]]
         assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+        # An evaluation judges them as training does; here no greedy answer ends.
+        trainer.experience.config = changed("rollout", truncated=mode)
+        evaluated = trainer.evaluate().groups
+        cut = [g.episodes[0].reward for g in evaluated if g.episodes[0].truncated]
+        assert cut
+        assert any(cut) == (mode != "zero")
     before = rollouts["reward"]
     assert 0 < sum(r.truncated for r in before) < len(before)
     assert sum(r.reward for r in before if r.truncated) > 0

@@ -4,7 +4,10 @@ import dataclasses
 import importlib
 import io
 import json
+import logging
+import types
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import pytest
@@ -13,6 +16,7 @@ from rich.console import Console
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.critic import CriticConfig
+from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
@@ -21,7 +25,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, WarmStartConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.programs import offline, online, run
-from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.lock import run_lock
 from tests.programs.trainers import CONFIG, RL, changed
 
@@ -253,6 +257,61 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
     assert text.count("rows.jsonl: 40 rows read, 2 skipped") == 1
     assert "rows.jsonl:41: no field 'answer'" in text
     assert "rows.jsonl:42: not JSON" in text
+
+
+def chats(tmp_path: Path, count: int, **changes) -> SFTConfig:
+    path = tmp_path / "chats.jsonl"
+    rows = ({"prompt": f"{i}?", "completion": f"{i}!"} for i in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SFTConfig(
+        **{
+            "run_dir": str(tmp_path / "run"),
+            "data": DataConfig(str(path), str(path), on_overlap="allow"),
+            "examples_per_step": 4,
+            "max_tokens": 32,
+            **changes,
+        }
+    )
+
+
+def test_a_run_in_epochs_says_how_much_data_it_has(tmp_path):
+    linear = OptimizerConfig(schedule="linear")
+    out = begin(chats(tmp_path, 6, epochs=2.0, optimizer=linear))
+    assert (
+        "6 examples to train on, 6 held out; 1.5 steps an epoch, 2 epochs in 3" in out
+    )
+    assert "step 3/3  loss " in out
+    directory = RunDirectory(tmp_path / "run")
+    rows = {row["step"]: row["metrics"] for row in read_rows(directory.metrics)}
+    assert [rows[step]["train/epoch"] for step in (1, 2, 3)] == [
+        pytest.approx(share) for share in (2 / 3, 4 / 3, 2)
+    ]
+    saved = json.loads(directory.config.read_text())["config"]
+    assert (saved["steps"], saved["optimizer"]["schedule_steps"]) == (3, 3)
+    # The same command has nothing left to do, and more epochs are more steps.
+    assert "the run is at step 3, and --steps is 3" in begin(
+        chats(tmp_path, 6, epochs=2.0, optimizer=linear)
+    )
+    with pytest.raises(ConfigError, match=r"--steps: the linear schedule of the run"):
+        begin(chats(tmp_path, 6, epochs=4.0, optimizer=linear))
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(30, False), (31, True)])
+def test_many_passes_over_few_examples_are_told(tmp_path, caplog, steps, warned):
+    config = SFTConfig(steps=steps)
+    opened = types.SimpleNamespace(config=config, console=Console(file=io.StringIO()))
+    with caplog.at_level(logging.WARNING):
+        run.tell_data(cast(Any, opened), 6, 0, 4, "examples")
+    assert ("--steps 31: trains 20.7 times on each of 6 examples" in caplog.text) == (
+        warned
+    )
+
+
+def test_the_length_in_epochs_is_checked_with_the_data(tmp_path):
+    ends = OptimizerConfig(schedule="linear", schedule_steps=2)
+    with pytest.raises(ConfigError, match=r"schedule-steps: must be at least --steps"):
+        begin(chats(tmp_path, 6, epochs=2.0, optimizer=ends))
+    assert not list((tmp_path / "run").glob("config.json"))
 
 
 @pytest.mark.parametrize(

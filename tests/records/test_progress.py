@@ -105,13 +105,13 @@ def test_terminal_lines_fit_and_stay(monkeypatch):
         progress.update(4, {"reward/mean": 0.75, "policy/entropy": 1.25})
         progress.phase("evaluating")
     lines = out.getvalue().split("\r")[-1].splitlines()
-    assert "step 4/5  2.0 s/step  ETA 2.0 s  2.0 s…" in lines[0]
-    assert "reward 0.75  entropy 1.25  accuracy 50…" in lines[1]
+    assert "step 4/5  2.0 s/step  ETA 2.0 s  2.0 s …" in lines[0]
+    assert "reward 0.75  entropy 1.25  accuracy 50.…" in lines[1]
 
 
 def test_a_terminal_shows_what_the_run_is_doing(monkeypatch):
     out, console = terminal(monkeypatch, width=80)
-    with Progress(console, total_steps=5) as progress:
+    with Progress(console, total_steps=5, clock=Clock()) as progress:
         progress.update(1, {})
         progress.phase("evaluating 8 held-out examples")
         assert "step 1/5  0 ms elapsed  evaluating 8 held-out" in out.getvalue()

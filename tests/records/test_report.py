@@ -203,14 +203,23 @@ def test_headline_numbers(directory):
 CHARTS = {
     "reward/mean": "Reward",
     "eval/accuracy": "Held-out accuracy",
+    "rollout/truncated_fraction": "Answers cut",
+    "rollout/groups_with_spread": "Groups with spread",
+    "reward/std": "Spread of rewards",
+    "rollout/completion_length": "Completion length",
+    "rollout/completion_length_ended": "Length of ended answers",
+    "rollout/completion_length_min": "Shortest answer",
+    "rollout/completion_length_max": "Longest answer",
     "policy/kl_to_reference": "KL to reference",
+    "policy/clip_fraction_low": "Clipped below",
+    "policy/clip_fraction_high": "Clipped above",
     "policy/kl_to_proximal": "KL to proximal",
     "mismatch/kl": "KL of sampler and trainer",
     "policy/entropy": "Entropy",
-    "rollout/completion_length": "Completion length",
     "mismatch/token_mult_prob_error": "Sampler mismatch",
     "train/loss": "Loss",
     "train/grad_norm": "Gradient norm",
+    "train/learning_rate": "Learning rate",
     "rollout/failed": "Failed rollouts",
     "time/rollout": "Time by phase",
     "throughput/tokens_per_second": "Throughput",
@@ -233,6 +242,35 @@ def test_a_metric_alone_has_the_only_chart(directory, metric):
     _, page = read(directory)
     assert page.headings == [CHARTS[metric]]
     assert len(page.figures) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "epochs", "said"),
+    [
+        ((0.0, 0.0), 1, True),
+        ((0.0, 0.0), 2, False),  # Several updates may clip, and did not.
+        ((0.0, 0.5), 1, False),
+    ],
+)
+def test_what_is_zero_by_construction_says_so(directory, values, epochs, said):
+    describe(directory, config={"update": {"minibatches": 1, "epochs": epochs}})
+    rows = ({"policy/kl_to_proximal": value} for value in values)
+    log_metrics(directory, dict(enumerate(rows)))
+    _, page = read(directory)
+    assert ("0 by construction: a step has one update" in page.text) == said
+
+
+def test_a_metric_of_some_episodes_says_of_how_many(directory):
+    log_metrics(
+        directory,
+        {
+            1: {"env/speed": 0.5, "env/speed/episodes": 3.0, "env/correct": 1.0},
+            2: {"env/speed": 0.25, "env/speed/episodes": 5.0, "env/correct": 1.0},
+        },
+    )
+    _, page = read(directory)
+    assert page.headings == ["env/correct", "env/speed"]
+    assert page.text.count("over 5 episodes at step 2") == 1
 
 
 @pytest.mark.parametrize("step", [0, 1, 250])
@@ -517,7 +555,7 @@ def test_control_characters_and_lone_surrogates_are_shown(directory):
 
 
 def test_size_of_a_long_run(directory):
-    names = [*list(CHARTS)[:-1], *(f"other/metric_{index}" for index in range(16))]
+    names = [*list(CHARTS)[:-1], *(f"other/metric_{index}" for index in range(7))]
     assert len(names) == 30
     with MetricsLog(directory) as log:
         for step in range(1, 1001):

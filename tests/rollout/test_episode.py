@@ -9,7 +9,7 @@ import pytest
 from jaxrl_post.envs.env import Answer, Message, ToolCall
 from jaxrl_post.programs.scores import score
 from jaxrl_post.rollout import Admission, Buffer, Episode, Group, Turn
-from jaxrl_post.rollout.metrics import rollout_metrics
+from jaxrl_post.rollout.metrics import rollout_metrics, sampling_metrics
 from jaxrl_post.tokens import Tokens
 
 CONTEXT = Tokens.context([1])
@@ -208,7 +208,47 @@ def test_an_episode_that_a_limit_ended_did_not_end_by_itself(cut, reason, stoppe
     # Evaluations and steps count the same.
     group = Group(0, (episode,))
     assert score([group]).stopped == stopped
-    assert rollout_metrics([group], None, 0)["rollout/stopped_fraction"] == stopped
+    found = sampling_metrics([group], lambda group: True, {0: ""}, turns=False)
+    assert found["rollout/truncated_fraction"] == 1 - stopped
+
+
+def test_lengths_of_answers_and_of_those_that_ended():
+    ends = (("stop", 3), ("length", 8), ("stop", 5))
+    episodes = tuple(
+        dataclasses.replace(
+            make_episode(0.0),
+            turns=(
+                answer(
+                    1.0,
+                    sampled=Tokens.generated([2] * count, [-0.5] * count, version=0),
+                    finish_reason=reason,
+                ),
+            ),
+            finish_reason=reason,
+        )
+        for reason, count in ends
+    )
+    found = rollout_metrics([Group(0, episodes)], None, 0)
+    prefix = "rollout/completion_length"
+    assert [found[prefix + each] for each in ("", "_min", "_max", "_ended")] == [
+        pytest.approx(16 / 3), 3, 8, 4,
+    ]  # fmt: skip
+    assert f"{prefix}_ended" not in rollout_metrics([Group(0, episodes[1:2])], None, 0)
+
+
+def test_a_mean_over_some_episodes_has_their_number():
+    episodes = tuple(
+        dataclasses.replace(make_episode(1.0), turns=(answer(1.0, metrics=metrics),))
+        for metrics in ({"a": 1.0, "b": 2.0}, {"a": 3.0}, {"a": 2.0, "b": 4.0})
+    )
+    found = sampling_metrics(
+        [Group(0, episodes)], lambda group: True, {0: ""}, turns=False
+    )
+    assert {k: v for k, v in found.items() if k.startswith("env/")} == {
+        "env/a": 2.0,
+        "env/b": 3.0,
+        "env/b/episodes": 2.0,
+    }
 
 
 def test_statistics_of_advantages_leave_out_what_does_not_exist():
