@@ -1,5 +1,6 @@
 """The options of an evaluation."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +21,10 @@ from jaxrl_post.config.paths import check_output, check_paths
 from jaxrl_post.config.rollout import check_judges
 from jaxrl_post.mesh_spec import read_mesh
 
-__all__ = ["EvaluateConfig", "check_evaluation", "result_files"]
+__all__ = ["EvaluateConfig", "check_evaluation", "result_files", "with_split"]
+
+# Default number of tasks of an environment that makes its tasks.
+GENERATED_TASKS = 200
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,13 @@ class EvaluateConfig:
     """The model, tasks and sampling of an evaluation.
 
     Attributes:
-        model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
-            preset with random weights: demo, tiny, small, or a published size such as
-            qwen3-0.6b.
-        base: model under an adapter; None for the one that the adapter names.
+        model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
+            or a preset with random weights: demo, tiny, small, or a published size such
+            as qwen3-0.6b.
+        step: step of the run whose checkpoint is read; None for the model of a finished
+            run, and for the newest checkpoint of one that is not.
+        base: where the config.json and the tokenizer of the model of such a run are, or
+            the model under an adapter; None for the one that the run or adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
             (docs/how-to/protocols.md) can only be evaluated.
@@ -40,9 +47,11 @@ class EvaluateConfig:
         data: files of tasks, for environments that read files.
         template: variables and date for the chat template; for a run's model, variables
             that are not given are taken from the run.
-        split: which tasks; the tasks of "eval" are held out from training.
-        num_tasks: number of tasks of the split, from its first; equal prompts count
-            once.
+        split: which tasks; the tasks of "eval" are held out from training, a tenth of
+            `data.path` if `data.eval_path` is not given. None: all tasks of a file that
+            is given alone, else "eval".
+        num_tasks: number of tasks, from the first; equal prompts count once. None: all
+            tasks of a file, 200 of an environment that makes its tasks.
         samples: number of samples of each task.
         sampling_defaults: for the options among temperature, top_k, top_p, min_p,
             max_tokens and stop_strings that are not given. "greedy": 0, no cuts, 256;
@@ -84,14 +93,15 @@ class EvaluateConfig:
     """
 
     model: str
+    step: Annotated[int | None, ANY] = None
     base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"
     tools: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
     template: TemplateConfig = field(default_factory=TemplateConfig)
-    split: Literal["eval", "train"] = "eval"
-    num_tasks: Annotated[int, COUNT] = 200
+    split: Literal["eval", "train"] | None = None
+    num_tasks: Annotated[int | None, COUNT] = None
     samples: Annotated[int, COUNT] = 1
     sampling_defaults: Literal["greedy", "model"] = "greedy"
     temperature: Annotated[float | None, NOT_NEGATIVE] = None
@@ -152,6 +162,29 @@ def check_evaluation(config: EvaluateConfig) -> None:
     check_paths(config)
     for file in result_files(config):
         check_output(file, "--output")
+
+
+def with_split(config: EvaluateConfig) -> EvaluateConfig:
+    """Fills in `split` and `num_tasks`, and the paths of a file that is given alone.
+
+    >>> config = EvaluateConfig("demo", data=DataConfig(eval_path="test.jsonl"))
+    >>> config = with_split(config)
+    >>> config.split, config.num_tasks, config.data.path == config.data.eval_path
+    ('eval', None, True)
+    >>> with_split(EvaluateConfig("demo")).num_tasks
+    200
+    """
+    data = config.data
+    files = {path for path in (data.path, data.eval_path) if path is not None}
+    if config.split is None and len(files) == 1:
+        (file,) = files
+        data = dataclasses.replace(data, path=file, eval_path=file)
+    count = config.num_tasks
+    if count is None and not files:
+        count = GENERATED_TASKS
+    return dataclasses.replace(
+        config, data=data, split=config.split or "eval", num_tasks=count
+    )
 
 
 def result_files(config: EvaluateConfig) -> tuple[Path, ...]:

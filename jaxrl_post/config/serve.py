@@ -28,10 +28,13 @@ class ServeConfig:
     """The model, address and limits of a server.
 
     Attributes:
-        model: a Hugging Face directory, an adapter of PEFT, ORG/NAME on the hub, or a
-            preset with random weights: demo, tiny, small, or a published size such as
-            qwen3-0.6b.
-        base: model under an adapter; None for the one that the adapter names.
+        model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
+            or a preset with random weights: demo, tiny, small, or a published size such
+            as qwen3-0.6b.
+        step: step of the run whose checkpoint is read; None for the model of a finished
+            run, and for the newest checkpoint of one that is not.
+        base: where the config.json and the tokenizer of the model of such a run are, or
+            the model under an adapter; None for the one that the run or adapter names.
         revision: branch, tag or commit of a model on the hub.
         env: environment whose texts train the tokenizer of a preset.
         template: variables and date for the chat template, unless a request gives
@@ -70,6 +73,7 @@ class ServeConfig:
     """
 
     model: str
+    step: Annotated[int | None, ANY] = None
     base: str | None = None
     revision: str | None = None
     env: str = "arithmetic"

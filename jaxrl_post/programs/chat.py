@@ -1,16 +1,13 @@
 """A conversation with a model in the terminal, for `launch.chat`."""
 
 import dataclasses
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from jaxrl_post.config.convert import ConvertConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.serve import ChatConfig, check_chat
@@ -22,10 +19,10 @@ from jaxrl_post.envs.env import Split
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
-from jaxrl_post.learner.model import Model, context_of, open_model
+from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.programs.build.engine import bound_engine
-from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.named import open_named
 from jaxrl_post.programs.template import template_line, with_run
 from jaxrl_post.records.visible import visible
 from jaxrl_post.sampler import EngineConfig, Request, SamplingParams
@@ -275,45 +272,10 @@ def run_chat(config: ChatConfig, *, console: Console, command: str = "") -> None
 
 
 def _model(config: ChatConfig, console: Console) -> Model:
-    run = Path(config.model)
-    finished = run / "model"
-    if (run / "checkpoints").is_dir() and (
-        config.step is not None or not (finished / "config.json").is_file()
-    ):
-        # `convert` can read every kind of run, such as an adapter and its base.
-        with tempfile.TemporaryDirectory(prefix="chat-") as folder:
-            output = str(Path(folder) / "model")
-            made = ConvertConfig(
-                config.model,
-                output,
-                dtype=config.dtype,
-                step=config.step,
-                base=config.base,
-            )
-            # Its line would name a folder that is gone once the chat begins.
-            convert(made, console=Console(quiet=True))
-            return _opened(dataclasses.replace(config, model=output), console)
-    for name in ("step", "base"):
-        # Elsewhere, a base belongs to an adapter.
-        if getattr(config, name) is not None and (name == "step" or finished.is_dir()):
-            raise ConfigError(
-                f"--{name}: is for a run's checkpoints, and {config.model} "
-                f"{'is a run that has finished' if finished.is_dir() else 'is no run'}"
-                "; drop the option"
-            )
-    if (finished / "config.json").is_file():
-        config = dataclasses.replace(config, model=str(finished))
-    return _opened(config, console)
-
-
-def _opened(config: ChatConfig, console: Console) -> Model:
     fetched = fetch(config, console=console).config
     environment = partial(make_environment, fetched.env, DataConfig())
-    return open_model(
-        fetched.model,
-        mesh=config.mesh,
-        dtype=config.dtype,
-        seed=config.seed,
+    return open_named(
+        fetched,
         make_tokenizer=lambda size: environment_tokenizer(environment(), size),
         template=config.template,
     )

@@ -18,6 +18,7 @@ from jaxrl_post.config.evaluate import (
     EvaluateConfig,
     check_evaluation,
     result_files,
+    with_split,
 )
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.rollout import RolloutConfig
@@ -28,17 +29,18 @@ from jaxrl_post.data.generation import (
     read_generation_defaults,
 )
 from jaxrl_post.envs import AgentEnvironment, Environment, Task
+from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import distinct, fully_written
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.files import replace_file
-from jaxrl_post.learner.checkpoint import Checkpoints
-from jaxrl_post.learner.model import Model, check_sample, open_model, versions
+from jaxrl_post.learner.model import Model, check_sample, versions
 from jaxrl_post.programs.build.collector import make_collector, open_judges
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.named import open_named
 from jaxrl_post.programs.scores import Scores, score, solves
 from jaxrl_post.programs.template import of_evaluation, template_line
 from jaxrl_post.rollout.episode import Episode, Group
@@ -47,7 +49,6 @@ from jaxrl_post.sampler import Completion, SamplingParams
 
 __all__ = [
     "evaluate",
-    "refuse_runs",
     "run_evaluation",
     "sampling_of",
 ]
@@ -149,6 +150,7 @@ def evaluate(
             as `sampling_of`.
         RolloutTimeoutError: the deadline passed.
     """
+    config = with_split(config)
     if isinstance(environment, AgentEnvironment):
         raise ConfigError(
             f"--env: {environment.name} is an environment of agents, which "
@@ -164,7 +166,7 @@ def evaluate(
     kept = fully_written(
         tasks,
         model.tokenizer,
-        config.split,
+        _split(config),
         environment.name,
         config.data.on_unwritten,
     )
@@ -172,7 +174,7 @@ def evaluate(
     rendered = Rendered(model.tokenizer)
     for task in tasks:
         rendered.look(message.content for message in task.messages)
-    rendered.warn(f"{config.split} tasks of {environment.name}")
+    rendered.warn(f"{_split(config)} tasks of {environment.name}")
     prompts = [
         len(chat.render(model.tokenizer, task.messages, chat.with_tools(task.tools)))
         for task in tasks
@@ -239,17 +241,13 @@ def run_evaluation(
     """
     begin = time.perf_counter()
     check_evaluation(config)
-    refuse_runs(config.model)
     template = of_evaluation(config.template, config.model)
-    config = dataclasses.replace(config, template=template)
+    config = with_split(dataclasses.replace(config, template=template))
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data, config.tools)
-    check_functions(environment, config.reward_deadline_s, config.split)
-    model = open_model(
-        fetched.config.model,
-        mesh=config.mesh,
-        dtype=config.dtype,
-        seed=config.seed,
+    check_functions(environment, config.reward_deadline_s, _split(config))
+    model = open_named(
+        fetched.config,
         make_tokenizer=partial(environment_tokenizer, environment),
         template=template,
     )
@@ -260,7 +258,11 @@ def run_evaluation(
     parts = {i: task.part for i, task in enumerate(_tasks(config, environment))}
     scores = score(groups, solved_reward=config.solved_reward, parts=parts)
     seconds = time.perf_counter() - begin
-    console.print(_table(config, sampling, scores, seconds))
+    total = len(environment.tasks(_split(config)))
+    which = f"(of {total:,} {_split(config)} tasks)"
+    if config.data.path is not None and config.data.path == config.data.eval_path:
+        which = f"(of {total:,} rows of {Path(config.data.path).name})"
+    console.print(_table(config, sampling, scores, which, seconds))
     if told := not_done(unsupported):
         console.print(told, markup=False, style="yellow")
     _tell_limits(groups, console)
@@ -301,16 +303,6 @@ def _tell_limits(groups: Sequence[Group], console: Console) -> None:
             )
 
 
-def refuse_runs(model: str) -> None:
-    """Raises ConfigError if the path of a model is a run's directory."""
-    if (Path(model) / "checkpoints").is_dir():
-        raise ConfigError(
-            f"--model: {model} is a run, not a model; once finished it has a "
-            "folder named model, and python -m launch.convert makes one of a "
-            f"checkpoint ({_checkpoints_of(model)})"
-        )
-
-
 class _Counted(Published):
     """A sampler that advances a progress bar as samples finish."""
 
@@ -324,26 +316,16 @@ class _Counted(Published):
         return done
 
 
-def _checkpoints_of(run: str) -> str:
-    """The checkpoints of a run and their damage, for an error message."""
-    checkpoints = Checkpoints(Path(run) / "checkpoints")
-    try:
-        told = [
-            f"step {step}" if damage is None else f"step {step}, damaged: {damage}"
-            for step in checkpoints.steps()
-            for damage in [checkpoints.damage(step, sizes_only=True)]
-        ]
-    finally:
-        checkpoints.close()
-    return "; ".join(told) or "there is none"
+def _split(config: EvaluateConfig) -> Split:
+    return config.split or "eval"
 
 
 def _tasks(config: EvaluateConfig, environment: Environment) -> Sequence[Task]:
     check_numbers(config)
-    tasks = environment.tasks(config.split)
+    tasks = environment.tasks(_split(config))
     if not tasks:
-        raise ConfigError(f"--env: {environment.name} has no {config.split} tasks")
-    return [tasks[i] for i in distinct(tasks, config.num_tasks)]
+        raise ConfigError(f"--env: {environment.name} has no {_split(config)} tasks")
+    return [tasks[i] for i in distinct(tasks, config.num_tasks or len(tasks))]
 
 
 def _drawn(sampling: SamplingParams) -> str:
@@ -358,7 +340,11 @@ def _drawn(sampling: SamplingParams) -> str:
 
 
 def _table(
-    config: EvaluateConfig, sampling: SamplingParams, scores: Scores, seconds: float
+    config: EvaluateConfig,
+    sampling: SamplingParams,
+    scores: Scores,
+    which: str,
+    seconds: float,
 ) -> Table:
     low, high = (f"{100 * bound:.1f}" for bound in scores.interval)
     table = Table("", "", title=f"{config.model} on {config.env}", show_header=False)
@@ -369,7 +355,7 @@ def _table(
         ("tokens", f"{scores.mean_tokens:.1f} mean, {scores.max_tokens} most"),
         ("ended by itself", f"{100 * scores.stopped:.1f}%"),
         *((name, f"{value:.4g}") for name, value in scores.metrics.items()),
-        ("samples", f"{scores.samples} of {scores.tasks} {config.split} tasks"),
+        ("samples", f"{scores.samples}, of {scores.tasks} tasks {which}"),
         ("sampling", _drawn(sampling)),
         ("failed judgements", str(scores.failed)),
         ("seconds", f"{seconds:.1f}"),

@@ -21,10 +21,10 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
-from jaxrl_post.learner.model import Model, check_context, context_of, open_model
+from jaxrl_post.learner.model import Model, check_context, context_of
 from jaxrl_post.programs.build.engine import bound_engine
-from jaxrl_post.programs.evaluate import refuse_runs
 from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.named import open_named
 from jaxrl_post.programs.template import template_line, with_run
 from jaxrl_post.sampler import EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.sizes import PAGE, pages_for
@@ -77,7 +77,6 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
     """
     del command
     check_server(config)
-    refuse_runs(config.model)
     template = with_run(config.template, config.model)
     with _listening(config) as listener:
         fetched = fetch(config, console=console).config
@@ -86,14 +85,7 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
             environment = make_environment(fetched.env, DataConfig())
             return environment_tokenizer(environment, vocab_size)
 
-        model = open_model(
-            fetched.model,
-            mesh=config.mesh,
-            dtype=config.dtype,
-            seed=config.seed,
-            make_tokenizer=make_tokenizer,
-            template=template,
-        )
+        model = open_named(fetched, make_tokenizer=make_tokenizer, template=template)
         if line := template_line(template, model.tokenizer):
             console.print(line, markup=False, highlight=False)
         check_context(model.config, config.max_model_len, "--max-model-len")

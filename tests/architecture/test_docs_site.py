@@ -97,7 +97,7 @@ def test_an_option_is_told_with_range_default_and_meaning():
     [row] = [
         line for line in page.splitlines() if line.startswith("| `--rollout.truncated`")
     ]
-    assert "| `reward`, `zero`, `mask` | `zero` |" in row
+    assert "| `reward`, `zero`, `mask` | `reward` |" in row
 
 
 def test_every_program_has_a_page():

@@ -153,6 +153,7 @@ RULES = {
         "margin": "at least 0",
     },
     ServeConfig: {
+        "step": "any",
         "port": "in [0, 65535]",
         "max_model_len": "at least 0",
         "max_tokens": "at least 0",
@@ -178,6 +179,7 @@ RULES = {
         "seed": "in [0, 4294967295]",
     },
     EvaluateConfig: {
+        "step": "any",
         "num_tasks": "at least 1",
         "samples": "at least 1",
         "temperature": "at least 0",

@@ -252,10 +252,47 @@ def test_nothing_is_overwritten(model, tmp_path, capsys):
         file.unlink()
 
 
-def test_a_run_is_no_model(tmp_path, capsys):
-    (tmp_path / "checkpoints").mkdir()
-    assert evaluate.main([f"--model={tmp_path}"]) == 1
-    assert "is a run, not a model" in capsys.readouterr().out
+def test_a_run_is_its_model(model, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    arguments = ["--env=even_length:EvenLength", "--max-tokens=5", "--num-tasks=4"]
+    assert evaluate.main([f"--model={run}", *arguments]) == 1
+    assert "has checkpoints but no config.json" in capsys.readouterr().out
+    shutil.copytree(model, run / "model")
+    assert evaluate.main([f"--model={run}", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert evaluate.main([f"--model={model}", *arguments]) == 0
+    # All but the name and the seconds.
+    assert text.splitlines()[1:-3] == capsys.readouterr().out.splitlines()[1:-3]
+    assert evaluate.main([f"--model={model}", "--step=3", *arguments]) == 1
+    assert f"--step: is for a run's checkpoints, and {model} is no run" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "which"),
+    [
+        ([], "20, of 20 tasks (of 20 rows of rows.jsonl)"),
+        (["--num-tasks=3"], "3, of 3 tasks (of 20 rows of rows.jsonl)"),
+        (["--split=eval"], "1, of 1 tasks (of 1 eval tasks)"),
+        (["--split=train"], "19, of 19 tasks (of 19 train tasks)"),
+    ],
+)
+@pytest.mark.parametrize("option", ["path", "eval-path"])
+def test_a_file_alone_is_evaluated_whole(
+    model, tmp_path, capsys, option, options, which
+):
+    file = tmp_path / "rows.jsonl"
+    rows = ({"prompt": f"{i}: ", "answer": "a"} for i in range(20))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"--model={model}", "--env=jsonl?grader=exact", "--max-tokens=2"]
+    status = evaluate.main([*arguments, f"--data.{option}={file}", *options])
+    text = capsys.readouterr().out
+    if option == "eval-path" and any(each.startswith("--split") for each in options):
+        assert (status, "--data.path: jsonl needs" in text) == (1, True)
+    else:
+        assert (status, which in text) == (0, True), text
 
 
 def test_episodes_that_a_limit_ended_are_counted():

@@ -54,10 +54,10 @@ def test_a_port_that_is_taken_is_an_error_before_the_model_is_opened(model, caps
     assert f"--port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().out
 
 
-def test_a_run_is_no_model(tmp_path, capsys):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path, capsys):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert serve.main([f"--model={tmp_path / 'run'}", "--port=0"]) == 1
-    assert "is a run, not a model" in capsys.readouterr().out
+    assert "has checkpoints but no config.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
