@@ -39,8 +39,8 @@ from jaxrl_post.learner.model import Model, check_sample, versions
 from jaxrl_post.programs.build.collector import make_collector, open_judges
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import SamplerLayout
+from jaxrl_post.programs.build.model import open_named
 from jaxrl_post.programs.hub import fetch
-from jaxrl_post.programs.named import open_named
 from jaxrl_post.programs.scores import Scores, score, solves
 from jaxrl_post.programs.template import of_evaluation, template_line
 from jaxrl_post.rollout.episode import Episode, Group

@@ -58,7 +58,6 @@ from jaxrl_post.programs.run import (
     WarmStartStoppedError,
     finish,
     open_run,
-    print_table,
     tell_data,
     warm_started,
 )
@@ -489,4 +488,4 @@ def _print_layout(
         optimizer=(state.opt_state, state.master),
         reference=None if reference is None else reference.params,
     )
-    print_table(run.console, table)
+    run.print_memory(table)

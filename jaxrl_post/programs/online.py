@@ -54,7 +54,6 @@ from jaxrl_post.programs.run import (
     WarmStartStoppedError,
     finish,
     open_run,
-    print_table,
     tell_data,
     warm_started,
 )
@@ -314,7 +313,7 @@ def _print_layout(run: Run[RLConfig], trainer: OnlineTrainer) -> None:
             layout.mesh,
         ),
     )
-    print_table(run.console, rows)
+    run.print_memory(rows)
     gathered = layout.gathered_a_token(updater.model)
     if gathered:
         run.console.print(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -43,6 +43,7 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
+from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
 from jaxrl_post.programs.places import (
     INITIAL,
     TASKS,
@@ -74,7 +75,6 @@ __all__ = [
     "WarmStartStoppedError",
     "finish",
     "open_run",
-    "print_table",
     "tell_data",
     "warm_started",
 ]
@@ -93,6 +93,7 @@ RUN_ERRORS = (
     CheckpointError,
     DivergenceError,
     MismatchError,
+    OutOfMemoryError,
     ProcessesError,
 )
 
@@ -133,6 +134,7 @@ class Run[Config: RunConfig]:
         console: for messages to the user.
         command: the command line, for the report.
         inputs: fingerprints of data, models and tasks, by option.
+        memory: what takes memory on a device, once it is known.
     """
 
     config: Config
@@ -143,6 +145,16 @@ class Run[Config: RunConfig]:
     console: Console
     command: str
     inputs: Mapping[str, Fingerprint]
+    memory: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def print_memory(self, table: list[tuple[str, str, str]]) -> None:
+        """Prints `learner.model.layout_table`, and keeps it for an error message."""
+        self.memory[:] = table
+        shown = Table("", "", "MiB a device", box=None, pad_edge=False)
+        shown.columns[2].justify = "right"
+        for row in table:
+            shown.add_row(*row)
+        self.console.print(shown)
 
     def open_metrics(self, resume_step: int) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to a step; -1 for a new run.
@@ -237,13 +249,17 @@ def open_run[Config: RunConfig](
             schedule has ended, or the kernels do not run on these devices.
         ProcessesError: the processes have other options, software or code.
         CheckpointError: the run has checkpoints, and none is whole.
+        OutOfMemoryError: the devices have too little memory, here or while the run is
+            open.
         WarmStartStoppedError: `warm_start` was told to stop.
         MeshError: the mesh does not fit; raised before anything is compiled.
     """
     config = fetched.config
     directory = RunDirectory(run_path(config))
+    memory = list[tuple[str, str, str]]()
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
+        stack.enter_context(memory_errors(memory))
         check_same_program(config)
         stack.enter_context(locked(directory.path, command))
         # Every process reads before process 0 writes.
@@ -292,7 +308,15 @@ def open_run[Config: RunConfig](
             _checkpoints(directory, fetched.named(config))
         )
         run = Run(
-            config, fetched, directory, model, checkpoints, console, command, inputs
+            config,
+            fetched,
+            directory,
+            model,
+            checkpoints,
+            console,
+            command,
+            inputs,
+            memory,
         )
         if checkpoints.latest() is None and model.preset:
             run = _with_initial(run, warm_start)
@@ -482,15 +506,6 @@ def tell_data(run: Run, size: int, held_out: int, per_step: int, noun: str) -> N
             size,
             noun,
         )
-
-
-def print_table(console: Console, rows: list[tuple[str, str, str]]) -> None:
-    """Prints the memory table of `learner.model.layout_table`."""
-    table = Table("", "", "MiB a device", box=None, pad_edge=False)
-    table.columns[2].justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def finish(

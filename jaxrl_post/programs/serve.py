@@ -23,8 +23,8 @@ from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.model import Model, check_context, context_of
 from jaxrl_post.programs.build.engine import bound_engine
+from jaxrl_post.programs.build.model import open_named
 from jaxrl_post.programs.hub import fetch
-from jaxrl_post.programs.named import open_named
 from jaxrl_post.programs.template import template_line, with_run
 from jaxrl_post.sampler import EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler.sizes import PAGE, pages_for

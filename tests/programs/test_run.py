@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import logging
+import re
 import types
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +19,15 @@ from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import fields_of
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, WarmStartConfig
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.programs import offline, online, run
+from jaxrl_post.programs import loop, memory, offline, online, run
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.lock import run_lock
 from tests.programs.trainers import CONFIG, RL, changed
@@ -34,6 +37,11 @@ from tests.programs.trainers import CONFIG, RL, changed
 def _coin(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "e2e"))
     importlib.import_module("coin")
+
+
+def memory_options() -> list[str]:
+    text = " ".join(memory.REMEDIES.values())
+    return sorted(set(re.findall(r"--[a-z][\w.-]+", text)))
 
 
 def begin(config: RLConfig | SFTConfig) -> str:
@@ -257,6 +265,59 @@ def test_skipped_rows_are_counted_and_shown_once(tmp_path):
     assert text.count("rows.jsonl: 40 rows read, 2 skipped") == 1
     assert "rows.jsonl:41: no field 'answer'" in text
     assert "rows.jsonl:42: not JSON" in text
+
+
+def test_an_exhausted_memory_names_what_lowers_it(tmp_path, monkeypatch):
+    def exhausted(*_: object, **__: object):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.\nmore"
+        )
+
+    monkeypatch.setattr(loop.Trainer, "step", exhausted)
+    config = dataclasses.replace(
+        changed("data", path=str(tmp_path / "rows.jsonl")),
+        env="gsm8k?instruction=",
+        run_dir=str(tmp_path / "run"),
+    )
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    config = dataclasses.replace(
+        config,
+        rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=2, max_tokens=4),
+    )
+    with pytest.raises(memory.OutOfMemoryError) as caught:
+        begin(config)
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith(
+        "out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes."
+    )
+    told = [line.split(" MiB a device: ") for line in rest[:-1]]
+    sizes = [float(before.rpartition(" ")[2]) for before, _ in told]
+    assert sizes == sorted(sizes, reverse=True)
+    names = {before.strip().partition(",")[0]: after for before, after in told}
+    assert set(names) == {
+        "parameters", "optimizer", "KV cache", "gradients", "activations",
+    }  # fmt: skip
+    assert "--update.microbatch-tokens" in names["activations"]
+    assert isinstance(caught.value, run.RUN_ERRORS)
+
+
+def test_another_error_of_the_devices_stays_as_it_is():
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        memory.memory_errors([]),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+    with (
+        pytest.raises(memory.OutOfMemoryError, match="while the model was opened"),
+        memory.memory_errors([]),
+    ):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("option", memory_options())
+def test_options_against_an_exhausted_memory_are_options(option):
+    known = {each.replace("_", "-") for each, _, _ in fields_of(RLConfig())}
+    assert option.removeprefix("--") in known
 
 
 def chats(tmp_path: Path, count: int, **changes) -> SFTConfig:
