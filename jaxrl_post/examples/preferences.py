@@ -32,6 +32,20 @@ _MODULES = (preference, reference_free, unpaired, anchored)
 PAIRS = "preference pairs"
 
 
+def preference_function(
+    config: PreferenceLossConfig,
+) -> Callable[..., PreferenceAlgorithm]:
+    """Returns the function of the preference loss that a configuration names.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    name = config.name.partition("?")[0]
+    if name in PREFERENCES:
+        return next(getattr(each, name) for each in _MODULES if name in each.__all__)
+    return loaded(name, OPTION, "preference loss", PREFERENCES)
+
+
 def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
     """Builds the preference loss that a configuration names.
 
@@ -45,11 +59,7 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
             contract (`algorithms.contract`); the loss does not have an option, or it
             is out of its range.
     """
-    name = config.name.partition("?")[0]
-    if name in PREFERENCES:
-        build = next(getattr(each, name) for each in _MODULES if name in each.__all__)
-    else:
-        build = loaded(name, OPTION, "preference loss", PREFERENCES)
+    name, build = config.name.partition("?")[0], preference_function(config)
     accepted = {each.name for each in named_parameters(build, name)[0]}
     options = {
         "beta": config.beta,

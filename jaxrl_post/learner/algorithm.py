@@ -37,7 +37,7 @@ from jaxrl_post.losses import kl
 from jaxrl_post.records.own import loaded, made
 from jaxrl_post.specs import named_parameters
 
-__all__ = ["make_algorithm", "make_correction"]
+__all__ = ["algorithm_function", "make_algorithm", "make_correction"]
 
 ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}
 OPTION = "--algorithm.name"
@@ -95,6 +95,18 @@ def make_algorithm(
     return found
 
 
+def algorithm_function(config: AlgorithmConfig) -> Callable[..., Algorithm]:
+    """Returns the function of the algorithm that a configuration names.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    name = config.name.partition("?")[0]
+    if name in ALGORITHMS:
+        return getattr(algorithms, name)
+    return loaded(name, OPTION, "algorithm", ALGORITHMS)
+
+
 def _built(
     config: AlgorithmConfig,
     max_tokens: int,
@@ -104,11 +116,7 @@ def _built(
     """Builds the algorithm alone, before options are checked against its attributes."""
     if config.name == "distillation" and distill.divergence != "sampled":
         return distribution_distillation(divergence=_divergence(distill))
-    name = config.name.partition("?")[0]
-    if name in ALGORITHMS:
-        build = getattr(algorithms, name)
-    else:
-        build = loaded(name, OPTION, "algorithm", ALGORITHMS)
+    name, build = config.name.partition("?")[0], algorithm_function(config)
     options = dict(_options(build, name, config, critic, max_tokens))
     return made(
         config.name,

@@ -58,7 +58,7 @@ from jaxrl_post.programs.run import (
     WarmStartStoppedError,
     finish,
     open_run,
-    tell_data,
+    tell_run,
     warm_started,
 )
 from jaxrl_post.records import notation
@@ -265,7 +265,7 @@ def _run(
     ) as run:
         fitting = job.fitting(run.model.tokenizer)
         sizes = fitting.size("train"), fitting.size("eval")
-        tell_data(run, *sizes, run.config.examples_per_step, job.noun)
+        tell_run(run, *sizes, run.config.examples_per_step, job.noun)
         return _loop(run, job, fitting, should_stop)
 
 

@@ -54,7 +54,7 @@ from jaxrl_post.programs.run import (
     WarmStartStoppedError,
     finish,
     open_run,
-    tell_data,
+    tell_run,
     warm_started,
 )
 from jaxrl_post.records.sinks import warnings_shown
@@ -123,7 +123,7 @@ def run_rl(
         ) as run:
             kept, _ = fitting(run.model.tokenizer, run.model.config)
             train, held_out = (len(kept.tasks(split)) for split in SPLITS)
-            tell_data(run, train, held_out, config.rollout.prompts_per_step, "tasks")
+            tell_run(run, train, held_out, config.rollout.prompts_per_step, "tasks")
             with (
                 open_judges(run.config.rollout, environment) as judges,
                 contextlib.ExitStack() as stack,

@@ -33,6 +33,7 @@ from jaxrl_post.files import free_bytes, named, writing
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
+from jaxrl_post.learner.effective import effective
 from jaxrl_post.learner.learner import (
     DivergenceError,
     MismatchError,
@@ -75,7 +76,7 @@ __all__ = [
     "WarmStartStoppedError",
     "finish",
     "open_run",
-    "tell_data",
+    "tell_run",
     "warm_started",
 ]
 
@@ -192,6 +193,7 @@ class Run[Config: RunConfig]:
                 head="lm" if head == "lm+value" else head,
                 hub=self.fetched.commits,
                 inputs=self.inputs,
+                effective=effective(config),
             )
         )
 
@@ -480,8 +482,8 @@ def warm_started(
     return dataclasses.replace(model, params=state.params)
 
 
-def tell_data(run: Run, size: int, held_out: int, per_step: int, noun: str) -> None:
-    """Prints how much data a run has, and how often it trains on it.
+def tell_run(run: Run, size: int, held_out: int, per_step: int, noun: str) -> None:
+    """Prints how much data a run has, how often it trains on it, and its defaults.
 
     Args:
         run: opened.
@@ -497,6 +499,10 @@ def tell_data(run: Run, size: int, held_out: int, per_step: int, noun: str) -> N
         f"{notation.number(passes)} epochs in {steps:,} steps",
         highlight=False,
     )
+    taken = effective(run.config)
+    if taken:
+        values = (f"--{name.replace('_', '-')} {taken[name]}" for name in taken)
+        run.console.print(f"by default {', '.join(values)}", highlight=False)
     if passes > MANY_EPOCHS:
         _LOGGER.warning(
             "--steps %d: trains %s times on each of %d %s; a model learns so few by "

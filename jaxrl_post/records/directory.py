@@ -43,6 +43,7 @@ class RunDescription:
         hub: commit of each name on the hub in the configuration, by name.
         inputs: fingerprints (`records.fingerprints`) of the data files, the models and
             the tasks, by option; None in runs of versions that kept none.
+        effective: what options that are None became, by option.
     """
 
     command: str
@@ -54,6 +55,7 @@ class RunDescription:
     head: str = "lm"
     hub: Mapping[str, str] = dataclasses.field(default_factory=dict)
     inputs: Mapping[str, Fingerprint] | None = None
+    effective: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

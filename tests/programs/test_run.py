@@ -362,7 +362,7 @@ def test_many_passes_over_few_examples_are_told(tmp_path, caplog, steps, warned)
     config = SFTConfig(steps=steps)
     opened = types.SimpleNamespace(config=config, console=Console(file=io.StringIO()))
     with caplog.at_level(logging.WARNING):
-        run.tell_data(cast(Any, opened), 6, 0, 4, "examples")
+        run.tell_run(cast(Any, opened), 6, 0, 4, "examples")
     assert ("--steps 31: trains 20.7 times on each of 6 examples" in caplog.text) == (
         warned
     )

@@ -260,6 +260,16 @@ def test_what_is_zero_by_construction_says_so(directory, values, epochs, said):
     assert ("0 by construction: a step has one update" in page.text) == said
 
 
+def test_the_configuration_shows_what_none_became(directory):
+    config = {"algorithm": {"clip_low": None, "clip_high": None, "name": "dapo"}}
+    describe(directory, config=config, effective={"algorithm.clip_high": 0.28})
+    log_metrics(directory, {1: {"reward/mean": 0.5}})
+    _, page = read(directory)
+    place = page.words.index("algorithm.clip_low")
+    words = [word for word in page.words[place:] if word.strip()]
+    assert words[:4] == ["algorithm.clip_low", "null", "algorithm.clip_high", "0.28"]
+
+
 def test_a_metric_of_some_episodes_says_of_how_many(directory):
     log_metrics(
         directory,

@@ -72,7 +72,7 @@ def page(title: str, history: History) -> str:
         examples=[[_sample(row, scale) for row in rows] for rows in history.examples],
         trained=[_sample(row, scale) for row in history.trained],
         configuration=[
-            (name, json.dumps(value, ensure_ascii=False))
+            (name, json.dumps(_became(history, name, value), ensure_ascii=False))
             for name, value in _options(history).items()
         ],
         version=jaxrl_post.__version__,
@@ -142,6 +142,12 @@ def _facts(description: Mapping[str, Any]) -> dict[str, str]:
 
 def _options(history: History) -> dict[str, Any]:
     return flattened(history.description.get("config") or {})
+
+
+def _became(history: History, name: str, value: Any) -> Any:
+    """The value of an option; of one that is None the value that the run took."""
+    effective = history.description.get("effective") or {}
+    return effective.get(name) if value is None else value
 
 
 def _tiles(history: History) -> Iterator[Values]:
