@@ -78,6 +78,8 @@ class SharedOptions(TypedDict, total=False):
             `algorithms.corrections`; None for none; default `truncated_tokens()`.
         entropy_coefficient: weight of the policy's entropy, which the loss rewards
             (> 0) or punishes (< 0); default 0.
+        aggregation: a function of `losses.reduce` in place of the algorithm's own
+            reduction; None, the default, for that.
 
     >>> from jaxrl_post.algorithms import dapo
     >>> shared = SharedOptions(kl_coefficient=0.01, correction=None)
@@ -90,6 +92,7 @@ class SharedOptions(TypedDict, total=False):
     kl_weights: KlWeights | None
     correction: Correction | None
     entropy_coefficient: float
+    aggregation: Reduction | None
 
 
 class RewardOptions(TypedDict, total=False):
@@ -102,12 +105,14 @@ class RewardOptions(TypedDict, total=False):
             unbiased.
         correction: as in `SharedOptions`.
         entropy_coefficient: as in `SharedOptions`.
+        aggregation: as in `SharedOptions`.
     """
 
     kl_coefficient: float
     kl_estimator: KlEstimator
     correction: Correction | None
     entropy_coefficient: float
+    aggregation: Reduction | None
 
 
 def shared_names(rest: inspect.Parameter | None) -> tuple[str, ...]:
@@ -143,7 +148,7 @@ def only_shared[Options: (SharedOptions, RewardOptions)](
     Traceback (most recent call last):
     TypeError: 'kl_coef' is no option of grpo; it has clip_low, clip_high, dual_clip,
     ddof, epsilon, kl_coefficient, kl_estimator, kl_weights, correction,
-    entropy_coefficient
+    entropy_coefficient, aggregation
     """
     *own, rest = inspect.signature(algorithm).parameters.values()
     shared = shared_names(rest)
@@ -229,6 +234,7 @@ def compose(
     kl_weights = shared.get("kl_weights")
     correction = shared.get("correction", TRUNCATED)
     entropy_coefficient = shared.get("entropy_coefficient", 0.0)
+    reduction = shared.get("aggregation") or reduction
     if kl_coefficient < 0:
         raise ValueError(f"kl_coefficient must be >= 0, got {kl_coefficient}")
     if kl_weights is None and not accept_k1_loss:

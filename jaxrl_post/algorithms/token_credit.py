@@ -124,6 +124,7 @@ def ppo(
         reduction=reduce.token_mean,
         correction=shared.get("correction", TRUNCATED),
         entropy_coefficient=shared.get("entropy_coefficient", 0.0),
+        aggregation=shared.get("aggregation"),
     )
     return _credited(
         composed._replace(

@@ -117,6 +117,13 @@ class AlgorithmConfig:
             None for the run's initial model.
         entropy_coefficient: weight of the entropy bonus: the loss subtracts this times
             the policy's entropy, in nats.
+        aggregation: how the loss of a step is made of the losses of its tokens.
+            token_mean: mean over all tokens; sequence_mean: mean over each sequence's
+            tokens, then over sequences; sequence_sum: sum over each sequence's tokens,
+            then mean over sequences; fixed: that divided by --rollout.max-tokens. None
+            for the algorithm's own.
+        scale_advantages: whether an advantage is divided by the standard deviation of
+            its group's rewards: group, none, or None for the algorithm's own.
         reward_weights: weights of the reward's parts in gdpo, as NAME=WEIGHT, such as
             own=1 length=0.5; parts that are not named do not count. Without the option
             every part has weight 1. A reward model's part is named model; an
@@ -146,6 +153,10 @@ class AlgorithmConfig:
     kl_weights: Literal["policy", "proximal", "behavior"] | None = None
     reference: str | None = None
     entropy_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
+    aggregation: (
+        Literal["token_mean", "sequence_mean", "sequence_sum", "fixed"] | None
+    ) = None
+    scale_advantages: Literal["group", "none"] | None = None
     reward_weights: tuple[str, ...] = ()
     turn_credit: Literal["outcome", "turns"] = "outcome"
     turn_discount: Annotated[float, SHARE] = 1.0

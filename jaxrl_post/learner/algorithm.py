@@ -14,7 +14,7 @@ from jaxrl_post.algorithms import (
 )
 from jaxrl_post.algorithms.composition import shared_names
 from jaxrl_post.algorithms.corrections import Correction
-from jaxrl_post.algorithms.objective import Divergence
+from jaxrl_post.algorithms.objective import Divergence, Reduction
 from jaxrl_post.algorithms.whole_distributions import (
     distribution_distillation,
     top_k_forward_kl,
@@ -32,8 +32,8 @@ from jaxrl_post.config.checks import (
 )
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.losses import advantages, kl, reduce
 from jaxrl_post.losses import distill as divergences
-from jaxrl_post.losses import kl
 from jaxrl_post.records.own import loaded, made
 from jaxrl_post.specs import named_parameters
 
@@ -71,7 +71,7 @@ def make_algorithm(
             is unused by the algorithm, out of its range, or missing.
     """
     check_algorithm(config, critic, distill)
-    found = _built(config, max_tokens, critic, distill)
+    found = _scaled(_built(config, max_tokens, critic, distill), config)
     name = config.name.partition("?")[0]
     if found.has_teacher and config.reference is None:
         raise ConfigError(
@@ -157,6 +157,7 @@ def _options(
             ("entropy_coefficient",),
             config.entropy_coefficient or None,
         ),
+        "aggregation": (("aggregation",), _aggregation(config, max_tokens)),
         "reward-weights": (
             ("weights",),
             tuple(each for _, each in reward_weights(config)) or None,
@@ -193,6 +194,36 @@ def _options(
     required = [each.name for each in named if each.default is each.empty]
     if "denominator" in required:
         yield "denominator", ("--rollout.max-tokens", float(max_tokens))
+
+
+def _aggregation(config: AlgorithmConfig, max_tokens: int) -> Reduction | None:
+    """The reduction that the options name, None for the algorithm's own."""
+    named: dict[str | None, Reduction] = {
+        "token_mean": reduce.token_mean,
+        "sequence_mean": reduce.sequence_mean_of_token_mean,
+        "sequence_sum": reduce.sequence_mean_of_token_sum,
+        "fixed": partial(reduce.constant_denominator, denominator=float(max_tokens)),
+    }
+    return named.get(config.aggregation)
+
+
+def _scaled(found: Algorithm, config: AlgorithmConfig) -> Algorithm:
+    """The algorithm, with or without the division by a group's deviation."""
+    if config.scale_advantages is None:
+        return found
+    own = found.advantages
+    base = own.func if isinstance(own, partial) else own
+    groups = (advantages.group_normalized, advantages.group_centered)
+    if base not in groups or found.credit is not None:
+        raise ConfigError(
+            f"--algorithm.scale-advantages: {config.name.partition('?')[0]} does not "
+            "compare rewards with their group's mean alone; drop the option"
+        )
+    if config.scale_advantages == "none":
+        return found._replace(advantages=advantages.group_centered)
+    if base is advantages.group_normalized:
+        return found
+    return found._replace(advantages=advantages.group_normalized)
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:

@@ -7,6 +7,9 @@ import pytest
 
 from jaxrl_post import algorithms
 from jaxrl_post.algorithms import Predictions, corrections
+from jaxrl_post.config.algorithm import AlgorithmConfig
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.losses import policy, reduce
 
 KL, CAP, EPSILON = 0.1, 1.3, 1e-6
@@ -198,3 +201,70 @@ def test_without_a_correction_the_sampler_weighs_nothing(name, unpacked):
         algorithm.objective(Predictions(policy_logprobs), batch).loss.sum
         == corrected.objective(Predictions(policy_logprobs), exact).loss.sum
     )
+
+
+def config(name: str, **options) -> algorithms.Algorithm:
+    """The algorithm that options of the command line make, with 16 tokens at most."""
+    return make_algorithm(AlgorithmConfig(name=name, **options), 16)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # Each is the other's definition by its parts.
+        (config("grpo", scale_advantages="none", aggregation="fixed"),
+         config("dr_grpo")),
+        (config("dr_grpo", scale_advantages="group", aggregation="sequence_mean"),
+         config("grpo")),
+        (config("grpo", clip_high=0.28, aggregation="token_mean"), config("dapo")),
+        (config("dapo", clip_high=0.2, aggregation="sequence_mean"), config("grpo")),
+    ],
+)  # fmt: skip
+def test_options_make_one_algorithm_of_another(one, other, unpacked):
+    policy_logprobs, batch = unpacked
+    rewards = jnp.array(REWARDS, jnp.float32), jnp.array(VALID)
+    np.testing.assert_array_equal(one.advantages(*rewards), other.advantages(*rewards))
+    losses = [
+        each.objective(Predictions(policy_logprobs), batch).loss.mean()
+        for each in (one, other)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_sum_over_each_sequence(unpacked):
+    policy_logprobs, batch = unpacked
+    fixed, summed = (
+        config("grpo", aggregation=name)
+        .objective(Predictions(policy_logprobs), batch)
+        .loss.mean()
+        for name in ("fixed", "sequence_sum")
+    )
+    np.testing.assert_allclose(16 * fixed, summed, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rloo", {"scale_advantages": "group"}, "--algorithm.scale-advantages: rloo"),
+        ("reinforce_plus_plus_baseline", {"scale_advantages": "none"},
+         "--algorithm.scale-advantages: reinforce_plus_plus_baseline"),
+        ("reinforce_plus_plus", {"aggregation": "fixed"},
+         "--algorithm.aggregation: reinforce_plus_plus does not read it"),
+    ],
+)  # fmt: skip
+def test_options_that_an_algorithm_cannot_have_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        config(name, **options)
+
+
+def test_ppo_takes_an_aggregation(unpacked):
+    policy_logprobs, batch = unpacked
+    losses = {
+        each: float(
+            config("ppo", aggregation=each)
+            .objective(Predictions(policy_logprobs), batch)
+            .loss.mean()
+        )
+        for each in (None, "token_mean", "sequence_mean")
+    }
+    assert losses[None] == losses["token_mean"] != losses["sequence_mean"]
