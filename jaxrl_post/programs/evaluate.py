@@ -244,7 +244,7 @@ def run_evaluation(
     config = dataclasses.replace(config, template=template)
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data, config.tools)
-    check_functions(environment, config.reward_deadline_s, config.split)
+    check_functions(environment, config.reward_deadline_s, (config.split,))
     model = open_model(
         fetched.config.model,
         mesh=config.mesh,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.envs.real_number import real_number
 from jaxrl_post.envs.tasks.blocks import last_block
+from jaxrl_post.envs.tasks.grading_functions import Grade, GradingFunction
 from jaxrl_post.envs.tasks.json_schema import (
     SchemaError,
     is_valid,
@@ -28,19 +27,10 @@ from jaxrl_post.envs.tasks.mathematics.reading import equal
 from jaxrl_post.envs.tasks.mathematics.text import cleaned
 from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
-from jaxrl_post.specs import check_takes, imported
 
 __all__ = ["GRADERS", "Grade", "Grader"]
 
 GRADERS = ("exact", "f1", "math", "regex", "schema")
-
-
-@dataclass(frozen=True)
-class Grade:
-    """The reward of a response, and metrics to report."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,13 +62,12 @@ class Grader:
                 f"extraction is for the grader 'math' alone, got {self.extraction!r} "
                 f"with {self.name!r}"
             )
-        if self.name not in GRADERS:
-            _function(self.name)
-            if self.extract is not None:
-                raise ValueError(
-                    f"extract is for the graders {', '.join(GRADERS)}; the function "
-                    f"{self.name!r} gets the whole response"
-                )
+        if ":" in self.name and self.extract is not None:
+            raise ValueError(
+                f"extract is for the graders {', '.join(GRADERS)}; the function "
+                f"{self.name!r} gets the whole response"
+            )
+        _ = self._function
         if self.extract is not None:
             try:
                 re.compile(self.extract)
@@ -94,8 +83,19 @@ class Grader:
             equal("1", "1")
         elif self.name == "schema":
             require_library()
-        elif self.name not in GRADERS:
-            _function(self.name)
+        else:
+            _ = self._function
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it cannot do without an answer."""
+        function = self._function
+        return function is None or "answer" in function.needs
+
+    def takes(self, name: str) -> bool:
+        """Whether it is a function that asks for one of `grading_functions.NAMES`."""
+        function = self._function
+        return function is not None and function.takes(name)
 
     def wrong_with(self, answer: Any) -> str | None:
         """Says why an answer of a file cannot be a reference; None if it can.
@@ -157,20 +157,29 @@ class Grader:
         return reference if self.name in ("exact", "f1") else None
 
     def grade(self, response: str, answer: Any) -> Grade:
-        """Grades a response.
+        """Grades a response by the answer alone; see `graded`.
 
         Args:
             response: the policy's response.
             answer: the answer as it is in the file.
+        """
+        return self.graded({"response": response, "answer": answer})
+
+    def graded(self, given: Mapping[str, Any]) -> Grade:
+        """Grades a response.
+
+        Args:
+            given: "response", "answer", and the other `grading_functions.NAMES` that a
+                function asks for.
 
         Raises:
-            NumberError: a grading function returned no finite real number.
+            NumberError: a function returned no finite real numbers.
             TimeoutError: "math" took too much processor time.
             ModuleNotFoundError: "math" without the extra.
         """
-        if self.name not in GRADERS:
-            value = _function(self.name)(response, answer)
-            return Grade(real_number(f"what grader {self.name!r} returns", value))
+        if (function := self._function) is not None:
+            return function.grade(given)
+        response, answer = given["response"], given["answer"]
         said = self._said(response)
         if self.name == "schema":
             return _valid(said, answer)
@@ -183,6 +192,14 @@ class Grader:
             reward = float(correct)
         answered = said is not None
         return _graded(reward, correct=correct, answered=answered)
+
+    @property
+    def _function(self) -> GradingFunction | None:
+        """The function that a name with a module names; None for a built-in grader."""
+        if self.name in GRADERS:
+            return None
+        known = f"{', '.join(GRADERS)}, <module>:<function>"
+        return GradingFunction.named(self.name, known)
 
     def _said(self, response: str) -> str | None:
         """The part of a response to grade; None if there is none."""
@@ -228,11 +245,3 @@ def _accepted(answer: Any) -> list[str]:
 
 def _text(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
-
-
-@functools.cache
-def _function(name: str) -> Callable[[str, Any], Any]:
-    """The function that "module:name" names."""
-    grade = imported(name, "grader", f"{', '.join(GRADERS)}, <module>:<function>")
-    check_takes(grade, ("response", "answer"), f"grader {name!r}")
-    return grade
