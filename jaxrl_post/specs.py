@@ -297,17 +297,17 @@ def modules_of(name: str) -> dict[str, Path]:
     """The files of the modules of what `module:attribute` names.
 
     Args:
-        name: as `imported` takes it, which has imported it.
+        name: as `imported` takes it.
 
     Returns:
         By the module's name: that module, and the one that defines the function or the
         class. One without a file is left out, and so is one of this package.
 
-    >>> [*modules_of("json:dumps")], modules_of("math:sqrt")
+    >>> [*modules_of("json:dumps")], modules_of("builtins:len")
     (['json'], {})
     """
     module, _, attribute = name.partition(":")
-    found = inspect.unwrap(getattr(sys.modules[module], attribute))
+    found = inspect.unwrap(getattr(importlib.import_module(module), attribute))
     while isinstance(found, functools.partial):
         found = inspect.unwrap(found.func)
     names = dict.fromkeys((module, getattr(found, "__module__", module)))

@@ -195,7 +195,7 @@ def check_targets(
 
 
 def fingerprints(config: RunConfig) -> dict[str, Fingerprint]:
-    """Fingerprints of data files, models and code that a configuration names, by option.
+    """Fingerprints of the data files, models and code of a configuration, by option.
 
     Args:
         config: with local paths; the code is imported.

@@ -170,7 +170,9 @@ def test_rows_need_an_answer_only_if_a_grader_does(opened):
     environment, task = opened({"f": lambda num_tokens: num_tokens}, rows)
     assert task.reference == ""
     assert judged(environment, task, num_tokens=5).reward == 5.0
-    environment, task = opened({"g": lambda response, answer=None: answer is None}, rows)
+    environment, task = opened(
+        {"g": lambda response, answer=None: answer is None}, rows
+    )
     assert judged(environment, task).reward == 1.0
     needs = {"h": lambda response, answer: 1.0}
     for functions, options in (
@@ -227,7 +229,11 @@ def test_several_graders_add_up_with_their_weights(opened, graders):
     )
     step = judged(environment, task, "4 apples")
     # F1: one word of two said, and of one asked, is right.
-    assert dict(step.rewards) == {"exact": 0.0, "f1": pytest.approx(2 / 3), "brevity": 0}
+    assert dict(step.rewards) == {
+        "exact": 0.0,
+        "f1": pytest.approx(2 / 3),
+        "brevity": 0,
+    }
     assert step.reward == pytest.approx(1 / 3)
     assert step.metrics == {
         "correct": 0.0, "answered": 1.0, "brevity/short": 1.0, "brevity/long": -1.0,
@@ -323,7 +329,7 @@ def file(tmp_path_factory):
     ("name", "rows", "message"),
     [
         ("of_level", [ROW, {"prompt": "3+3=", "answer": "6"}],
-         r"the answer '6' to train task 1, '3\+3=', could not .*raised.*KeyError: 'level'"),
+         r"the answer '6' to train task 1, '3\+3=', could .*raised.*KeyError: 'level"),
         ("empty", [ROW], r"the answer '' to train task 0, '2\+2=', could not be judged "
          r"\(raised\): .*ZeroDivisionError"),
         ("leaving", [ROW], r"the answer '4' to train task 0.*SystemExit: at stop"),
@@ -351,7 +357,9 @@ def test_functions_are_tried_on_held_out_rows_too(opened, file, tmp_path):
 @pytest.mark.processes
 def test_a_slow_function_is_stopped(opened, file):
     environment, _ = opened({}, grader=f"{file}:slow")
-    with pytest.raises(ConfigError, match=r"(?s)\(timeout\).*raise the option reward-d"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)\(timeout\).*raise the option reward-d"
+    ):
         check_functions(environment, 1.0)
 
 

@@ -104,9 +104,7 @@ class GradingFunction:
                 passed_over = True
         if not by_position and not by_name:
             raise ValueError(f"{what} must take at least one of {gets}; it takes none")
-        return cls(
-            name, function, tuple(by_position), tuple(by_name), frozenset(needs)
-        )
+        return cls(name, function, tuple(by_position), tuple(by_name), frozenset(needs))
 
     def takes(self, name: str) -> bool:
         """Whether it is called with one of `NAMES`."""
@@ -122,7 +120,9 @@ class GradingFunction:
             NumberError: it returned neither a finite real number nor a dictionary of
                 such numbers by name.
         """
-        first = [given[each] for each in takewhile(given.__contains__, self.by_position)]
+        first = [
+            given[each] for each in takewhile(given.__contains__, self.by_position)
+        ]
         rest = {each: given[each] for each in self.by_name if each in given}
         return _graded(f"what grader {self.name!r} returns", self.call(*first, **rest))
 

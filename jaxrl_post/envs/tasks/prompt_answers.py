@@ -171,9 +171,7 @@ class PromptAnswers(TasksOfFiles["_Row"]):
             "task": task,
         }
         grade = self._grader.grade(given)
-        return Step(
-            grade.reward, done=True, metrics=grade.metrics, rewards=grade.parts
-        )
+        return Step(grade.reward, done=True, metrics=grade.metrics, rewards=grade.parts)
 
     def demonstration(self, task: Task) -> str | None:
         """The row's solution; without one, a response that the grader calls right."""

@@ -71,8 +71,9 @@ def _try(
             continue
         prompt = task.messages[-1].content if task.messages else ""
         told = (
-            f"{environment.name}: the answer {content!r:.80} to {split} task {task.id}, "
-            f"{prompt!r:.80}, could not be judged ({outcome.kind}): {outcome.error}"
+            f"{environment.name}: the answer {content!r:.80} to {split} task "
+            f"{task.id}, {prompt!r:.80}, could not be judged ({outcome.kind}): "
+            f"{outcome.error}"
         )
         if outcome.kind != "invalid" and isinstance(environment, Rubric):
             logger.warning("%s", told)
