@@ -149,13 +149,13 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
 
 
 def named_code(spec: str) -> list[tuple[str, str]]:
-    """What a specification names outside of the package.
+    """Lists the functions and classes of the user that a specification names.
 
     Args:
         spec: as `make` takes it, which has made it.
 
     Returns:
-        What it is, and its name, of each function or class.
+        The kind and the name of each.
 
     >>> named_code("jsonl?grader=math,my_reward:close")
     [('reward function', 'my_reward:close')]

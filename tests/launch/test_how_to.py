@@ -194,9 +194,9 @@ def test_a_reward_that_raises_leaves_nothing_behind(page, capsys):
         "def of_level(response, row):\n    return row['level']\n"
     )
     opened.arguments += ["--env=jsonl?grader=my_broken_reward:of_level", *SHORT]
-    assert launch_grpo.PROGRAM.main(opened.arguments) != 0
-    told = capsys.readouterr().err
-    assert "--env: jsonl: the answer 'Eve' to train task" in told
+    assert launch_grpo.main(opened.arguments) != 0
+    told = "".join(capsys.readouterr())
+    assert "to train task 0, 'Max sold a red book on Sunday." in told
     assert "KeyError: 'level'" in told
     assert not Path(opened.option("run-dir")).exists()
 

@@ -14,7 +14,7 @@ from jaxrl_post.specs import imported
 
 __all__ = ["NAMES", "Grade", "GradingFunction"]
 
-# What a grading function may ask for, by the names of its parameters.
+# The values that a grading function may ask for, by the names of its parameters.
 NAMES = (
     "response", "answer", "prompt", "row", "finish_reason", "num_tokens", "task",
 )  # fmt: skip
@@ -80,7 +80,7 @@ class GradingFunction:
                 f"{what}: its parameters are unknown ({error}); name a function that "
                 "is written in Python"
             ) from error
-        # What functools.partial has bound stays bound.
+        # Arguments that functools.partial has bound stay bound.
         bound = function.keywords if isinstance(function, functools.partial) else {}
         by_position, by_name, needs = list[str](), list[str](), set[str]()
         passed_over = False

@@ -17,9 +17,9 @@ from jaxrl_post.envs.env import (
     Task,
     response,
 )
+from jaxrl_post.envs.tasks.graders import WeightedGraders
 from jaxrl_post.envs.tasks.held_out import TasksOfFiles
 from jaxrl_post.envs.tasks.mathematics.answers import Extraction
-from jaxrl_post.envs.tasks.weighted_graders import WeightedGraders
 from jaxrl_post.jsonl import BadRowError, OnBadRow, require_on_bad_row
 from jaxrl_post.tables import listed
 
@@ -52,18 +52,19 @@ class PromptAnswers(TasksOfFiles["_Row"]):
       block of the response, or all of it without one, must be JSON that is valid under
       it (extra `schema`). The schema is checked when the file is read. It may refer to
       its own parts alone: nothing is fetched. Formats such as "date" are not checked.
-    - module:name: a function, called with those of these values that its parameters
-      name: `response`, the text; `answer`, the unchanged field of the file; `prompt`,
-      the text of the row's prompt (of several messages, their texts with an empty line
-      between); `row`, all fields of the row; `finish_reason` and `num_tokens` of the
-      response, as `envs.Answer` has them; `task`, the `envs.Task`. It returns the
-      reward, a finite real number, also of NumPy, or a bool; or the reward's parts by
-      name, whose sum is the reward. A run tries it on its first tasks before it begins.
+    - module:name: a function. It is called with the values that its parameters name,
+      of these: `response`, the text; `answer`, the unchanged field of the file;
+      `prompt`, the text of the row's prompt (of several messages, their texts with an
+      empty line between); `row`, all fields of the row; `finish_reason` and
+      `num_tokens` of the response, as `envs.Answer` has them; `task`, the `envs.Task`.
+      It returns the reward, a finite real number, also of NumPy, or a bool; or the
+      parts of the reward by name, whose sum is the reward. A run tries it on its first
+      tasks before it begins.
 
     Of several graders, as in "math,my_module:brevity", the reward is the sum of their
     values times `weights`. The values are then the parts of the reward, by the names of
-    the functions. The metrics `correct` and `answered` are those of the first grader
-    that is no function.
+    the functions. The first grader that is no function has the metrics `correct` and
+    `answered`.
 
     With `extract`, only its last match in the response is graded (the first group, if
     the expression has groups); a response without a match is wrong.
