@@ -287,7 +287,7 @@ def check_inputs(
             what = "its code" if name in CODE else str(value_of(config, name))
         told = f"{option}: {what} changed since the run began: {told}"
         if name in CODE and not _has_checkpoints(folder):
-            _log.warning("%s; no checkpoint is of the code before", told)
+            _log.warning("%s; without a checkpoint it begins again", told)
             continue
         raise ConfigError(
             f"{told}. Restore what it began with to resume it, or choose another "

@@ -369,7 +369,7 @@ def test_code_may_change_before_the_first_checkpoint(config, tmp_path, code):
     code(OURS.replace("pass", "word = 1"))
     outcome, output = go_on(ours)
     assert outcome.completed
-    assert "bytes instead of 60; no checkpoint is of the code before" in output
+    assert "bytes instead of 60; without a checkpoint it begins again" in output
     # It is the code of the run from now on.
     assert go_on(dataclasses.replace(ours, steps=2))[0].completed
 
