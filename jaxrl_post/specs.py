@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections.abc
 import difflib
+import functools
 import importlib
 import inspect
 import json
+import os
+import sys
 import sysconfig
 import traceback
 import types
@@ -21,6 +24,7 @@ __all__ = [
     "check_takes",
     "fits",
     "imported",
+    "modules_of",
     "named_parameters",
     "parse_query",
     "raised",
@@ -33,6 +37,7 @@ _OTHERS = (
     "site-packages",
     "<frozen",
 )
+_PACKAGE = __name__.partition(".")[0]
 _JSON = (str, int, float, bool, types.NoneType, list, dict)
 
 
@@ -286,6 +291,32 @@ def imported(name: str, kind: str, known: str = "", *, data: bool = False) -> An
         )
     check_plain(found, f"{kind} {name!r}")
     return found
+
+
+def modules_of(name: str) -> dict[str, Path]:
+    """The files of the modules of what `module:attribute` names.
+
+    Args:
+        name: as `imported` takes it.
+
+    Returns:
+        By the module's name: that module, and the one that defines the function or the
+        class. One without a file is left out, and so is one of this package.
+
+    >>> [*modules_of("json:dumps")], modules_of("builtins:len")
+    (['json'], {})
+    """
+    module, _, attribute = name.partition(":")
+    found = inspect.unwrap(getattr(importlib.import_module(module), attribute))
+    while isinstance(found, functools.partial):
+        found = inspect.unwrap(found.func)
+    names = dict.fromkeys((module, getattr(found, "__module__", module)))
+    files = {each: getattr(sys.modules.get(each), "__file__", None) for each in names}
+    return {
+        each: Path(file)
+        for each, file in files.items()
+        if file and os.path.isfile(file) and each.split(".")[0] != _PACKAGE
+    }
 
 
 def check_plain(function: Any, what: str) -> None:

@@ -5,7 +5,7 @@ from typing import Literal, TypedDict, Unpack
 
 import pytest
 
-from jaxrl_post.specs import call, check_plain, fits, imported, raised
+from jaxrl_post.specs import call, check_plain, fits, imported, modules_of, raised
 
 
 @pytest.fixture
@@ -181,3 +181,44 @@ def test_an_error_without_a_text_has_its_type_and_line():
         fails()
     assert raised(found.value).startswith("AssertionError (")
     assert "test_specs.py:" in raised(found.value)
+
+
+HELPERS = """
+def grade(response, scale=1):
+    return scale
+
+class Scorer:
+    def __call__(self, response):
+        return 1
+"""
+NAMES = """
+import functools
+import operator
+from helpers_of_{0} import Scorer, grade
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+
+half = functools.partial(functools.lru_cache(grade), scale=0.5)
+scorer = Scorer()
+own = lambda response: 1
+several = [grade, own]
+total = sum
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "helped"),
+    [
+        ("grade", True), ("half", True), ("scorer", True), ("Scorer", True),
+        ("own", False), ("several", False), ("total", False), ("Arithmetic", False),
+    ],
+)  # fmt: skip
+def test_the_modules_of_a_name_are_where_it_stands_and_where_it_is_made(
+    write, tmp_path, name, helped
+):
+    module, helper = f"names_of_{name}", f"helpers_of_{name}"
+    write(module, NAMES.format(name))
+    write(helper, HELPERS)
+    expected = [module, helper] if helped else [module]
+    assert modules_of(f"{module}:{name}") == {
+        each: tmp_path / f"{each}.py" for each in expected
+    }

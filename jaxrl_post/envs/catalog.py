@@ -37,7 +37,7 @@ from jaxrl_post.envs.tasks.world import World
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.specs import call, check_plain, check_takes, imported, parse_query
 
-__all__ = ["make"]
+__all__ = ["make", "named_code"]
 
 _FORMS = (
     "arithmetic, bfcl, calculate, code, facts, functions, gsm8k, guess, instructions, "
@@ -146,6 +146,31 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     if colon and kind == "reasoning-gym":
         return _make_reasoning_gym(rest, chosen)
     return _made(call(imported(name, "environment", _FORMS), chosen, name), name)
+
+
+def named_code(spec: str) -> list[tuple[str, str]]:
+    """Lists the functions and classes of the user that a specification names.
+
+    Args:
+        spec: as `make` takes it, which has made it.
+
+    Returns:
+        The kind and the name of each.
+
+    >>> named_code("jsonl?grader=math,my_reward:close")
+    [('reward function', 'my_reward:close')]
+    >>> named_code("my_module:Shop?size=3"), named_code("reasoning-gym:chain_sum")
+    ([('environment', 'my_module:Shop')], [])
+    """
+    name, _, query = spec.partition("?")
+    if name == "mixture":
+        rows = json_file(parse_query(spec, query)["path"])
+        return [each for row in rows for each in named_code(row["env"])]
+    if name == "jsonl":
+        graders = str(parse_query(spec, query).get("grader", "")).split(",")
+        return [("reward function", each.strip()) for each in graders if ":" in each]
+    own = ":" in name and not name.startswith("reasoning-gym:")
+    return [("environment", name)] if own else []
 
 
 def _make_reasoning_gym(task: str, chosen: Mapping[str, Any]) -> Environment:

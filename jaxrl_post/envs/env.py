@@ -271,7 +271,7 @@ class NeedsPreparation(Protocol):
 class NeedsTrial(Protocol):
     """An environment that may contain a user's functions, which are tried at the start.
 
-    So a function that returns no number stops the run before it begins
+    So a function that raises or returns no number stops the run before it begins
     (`envs.workers.trial`).
     """
 

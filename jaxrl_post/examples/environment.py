@@ -11,9 +11,9 @@ from jaxrl_post.envs import (
     WorkerStartError,
 )
 from jaxrl_post.envs.env import Split
-from jaxrl_post.envs.real_number import NumberError
 from jaxrl_post.envs.tools import ToolEnvironment, make_toolset
-from jaxrl_post.envs.workers.trial import try_functions
+from jaxrl_post.envs.workers.trial import TrialError, try_functions
+from jaxrl_post.examples.tasks import SPLITS
 
 __all__ = ["check_functions", "make_environment"]
 
@@ -53,21 +53,22 @@ def make_environment(
 
 
 def check_functions(
-    environment: Environment, deadline_s: float, split: Split = "train"
+    environment: Environment, deadline_s: float, splits: Sequence[Split] = SPLITS
 ) -> None:
-    """Tries the functions of a user that an environment has, on one task each.
+    """Tries the functions of a user that an environment has, on its first tasks.
 
     Args:
         environment: of the run.
         deadline_s: of a judgement.
-        split: of the tasks.
+        splits: of the tasks.
 
     Raises:
-        ConfigError: a function returned no finite real number.
+        ConfigError: a function raises, takes too long, or returns no finite real
+            number.
     """
     try:
-        try_functions(environment, split, deadline_s=deadline_s)
-    except (NumberError, WorkerStartError) as error:
+        try_functions(environment, splits, deadline_s=deadline_s)
+    except (TrialError, WorkerStartError) as error:
         raise ConfigError(f"--env: {error}") from error
 
 

@@ -245,7 +245,7 @@ def run_evaluation(
     config = with_split(dataclasses.replace(config, template=template))
     fetched = fetch(config, console=console)
     environment = make_environment(config.env, fetched.config.data, config.tools)
-    check_functions(environment, config.reward_deadline_s, _split(config))
+    check_functions(environment, config.reward_deadline_s, (_split(config),))
     model = open_named(
         fetched.config,
         make_tokenizer=partial(environment_tokenizer, environment),

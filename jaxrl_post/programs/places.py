@@ -12,6 +12,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import FILES, MODELS, naming, value_of
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, flattened
+from jaxrl_post.envs.catalog import named_code
 from jaxrl_post.examples.tasks import SPLITS, TaskSets
 from jaxrl_post.learner.manifest import find_damage, has_manifest
 from jaxrl_post.learner.model import is_stored
@@ -26,6 +27,7 @@ from jaxrl_post.records.fingerprints import (
     of_texts,
 )
 from jaxrl_post.records.outputs import adopt, is_foreign
+from jaxrl_post.specs import modules_of
 
 __all__ = [
     "INITIAL",
@@ -53,6 +55,14 @@ READ = (
     "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja", "params/**/*",
     "adapter/adapter_*",
 )  # fmt: skip
+
+# Options that may name code of the user, and what that is.
+CODE = {
+    "env": "environment",
+    "tools": "tools",
+    "algorithm.name": "algorithm",
+    "loss.name": "loss",
+}
 
 # Keys of a fingerprint of all inputs, apart from options: the tasks, and the model that
 # a preset's run made.
@@ -185,10 +195,10 @@ def check_targets(
 
 
 def fingerprints(config: RunConfig) -> dict[str, Fingerprint]:
-    """Fingerprints of the data files and models of a configuration, by option.
+    """Fingerprints of the data files, models and code of a configuration, by option.
 
     Args:
-        config: with local paths.
+        config: with local paths; the code is imported.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -203,7 +213,26 @@ def fingerprints(config: RunConfig) -> dict[str, Fingerprint]:
                 found[name] = {"the file": of_file(Path(path))}
             elif is_stored(path):
                 found[name] = of_folder(Path(path), READ)
-    return found
+    return found | _code(config)
+
+
+def _code(config: RunConfig) -> dict[str, Fingerprint]:
+    """Fingerprints of the modules of a user that options name, by option.
+
+    What these import is not looked at.
+    """
+    found: dict[str, dict[str, Mapping[str, int]]] = {}
+    for option, kind in CODE.items():
+        value = value_of(config, option)
+        for spec in value if isinstance(value, tuple) else (value or "",):
+            own = spec.partition("?")[0]
+            named = [(kind, own)] if ":" in own else []
+            for what, name in named_code(spec) if option == "env" else named:
+                for module, file in modules_of(name).items():
+                    thing = f"the module {module} of the {what} {name}"
+                    with naming(f"--{option.replace('_', '-')}"):
+                        found.setdefault(option, {})[thing] = of_file(file)
+    return dict(found)
 
 
 def tasks_fingerprint(tasks: TaskSets) -> Fingerprint:
@@ -219,14 +248,21 @@ def tasks_fingerprint(tasks: TaskSets) -> Fingerprint:
 
 
 def check_inputs(
-    saved: RunDescription, now: Mapping[str, Fingerprint], config: RunConfig
+    saved: RunDescription,
+    now: Mapping[str, Fingerprint],
+    config: RunConfig,
+    folder: Path,
 ) -> None:
-    """Refuses to resume a run whose data or models have changed.
+    """Refuses to resume a run whose data, models or code of the user have changed.
+
+    Code may change as long as there is no checkpoint: the run begins again, perhaps
+    because the code was mended. This is warned of.
 
     Args:
         saved: the description of the run; one without fingerprints passes.
         now: of the resumed run.
         config: with local paths.
+        folder: of the run.
 
     Raises:
         ConfigError: names the option, and what has changed.
@@ -247,10 +283,15 @@ def check_inputs(
         if name == TASKS:
             option, what = "--env", "its tasks"
         elif name != INITIAL:
-            option, what = f"--{name.replace('_', '-')}", str(value_of(config, name))
+            option = f"--{name.replace('_', '-')}"
+            what = "its code" if name in CODE else str(value_of(config, name))
+        told = f"{option}: {what} changed since the run began: {told}"
+        if name in CODE and not _has_checkpoints(folder):
+            _log.warning("%s; without a checkpoint it begins again", told)
+            continue
         raise ConfigError(
-            f"{option}: {what} changed since the run began: {told}. Restore what it "
-            "began with to resume it, or choose another --run-dir to start over"
+            f"{told}. Restore what it began with to resume it, or choose another "
+            "--run-dir to start over"
         )
 
 

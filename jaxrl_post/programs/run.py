@@ -134,7 +134,7 @@ class Run[Config: RunConfig]:
         checkpoints: of the run; none yet in a new run.
         console: for messages to the user.
         command: the command line, for the report.
-        inputs: fingerprints of data, models and tasks, by option.
+        inputs: fingerprints of data, models, code and tasks, by option.
         memory: what takes memory on a device, once it is known.
     """
 
@@ -245,8 +245,8 @@ def open_run[Config: RunConfig](
             in the folder `initial`, from which a resumed run starts.
 
     Raises:
-        ConfigError: the directory holds another run, or what no run wrote; data or
-            models have changed since the run began, or lie where it writes; another
+        ConfigError: the directory holds another run, or what no run wrote; data, models
+            or code have changed since the run began, or lie where it writes; another
             process holds it, the processes do not share it, the run's learning-rate
             schedule has ended, or the kernels do not run on these devices.
         ProcessesError: the processes have other options, software or code.
@@ -364,7 +364,7 @@ def _inputs(
     if initial is not None:
         inputs[INITIAL] = initial_fingerprint(initial)
     if saved is not None:
-        check_inputs(saved, inputs, config)
+        check_inputs(saved, inputs, config, directory.path)
     # Process 0 writes, so it alone takes what older versions wrote for the run's own.
     if not processes.index():
         check_targets(config, directory, saved, initial)

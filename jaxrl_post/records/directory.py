@@ -41,8 +41,9 @@ class RunDescription:
         head: of the model that the run makes: "lm", "value" for a reward model, or
             "process" for one of steps.
         hub: commit of each name on the hub in the configuration, by name.
-        inputs: fingerprints (`records.fingerprints`) of the data files, the models and
-            the tasks, by option; None in runs of versions that kept none.
+        inputs: fingerprints (`records.fingerprints`) of the data files, the models, the
+            user's modules and the tasks, by option; None in runs of versions that kept
+            none.
         effective: what options that are None became, by option.
     """
 

@@ -284,9 +284,9 @@ def scored_none(task, conversation):
     """A criterion that forgets to return."""
 
 
-def graded_raising(response, answer):
-    """A grader that cannot judge anything."""
-    raise LookupError(answer)
+def scored_raising(task, conversation):
+    """A criterion that cannot judge anything."""
+    raise LookupError(task.reference)
 
 
 def graded_share(response, answer):

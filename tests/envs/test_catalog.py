@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
 from jaxrl_post.envs import make
+from jaxrl_post.envs.catalog import named_code
 from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.envs.tasks.gsm8k import GSM8K
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
@@ -98,3 +101,14 @@ def test_reasoning_gym():
         ValueError, match=r"no task 'chain_sun' .*did you mean chain_sum"
     ):
         make("reasoning-gym:chain_sun")
+
+
+def test_the_code_that_a_mixture_names_is_that_of_its_parts(tmp_path):
+    path = tmp_path / "mixture.json"
+    rows = ["jsonl?path=a.jsonl&grader=f1, mine:f,mine:g", "mine:Shop?size=3", "nim"]
+    path.write_text(json.dumps([{"env": row} for row in rows]))
+    assert named_code(f"mixture?path={path}") == [
+        ("reward function", "mine:f"),
+        ("reward function", "mine:g"),
+        ("environment", "mine:Shop"),
+    ]

@@ -279,17 +279,17 @@ def test_a_function_without_a_number_is_refused_before_a_run_begins(file, script
             ConfigError, match=r"--env: .*'(none|.*:graded_\w*none)' .*None"
         ):
             check_functions(each, 60.0)
-    # These have no function, or a good one, or one that may be right to raise.
+    # These have no function, or a good one.
     check_functions(PromptAnswers("absent.jsonl"), 60.0)
     check_functions(environment("graded_share"), 60.0)
 
 
 @pytest.mark.processes
-def test_a_function_that_raises_on_its_own_answer_is_warned_of(file, scripted, caplog):
+def test_a_rubric_that_raises_on_a_known_answer_is_warned_of(file, scripted, caplog):
     path = file(ROWS)
-    name = "scripted_environments:graded_raising"
-    check_functions(PromptAnswers(path, path, grader=name), 60.0)
-    assert "the first task's own answer could not be judged (raised)" in caplog.text
+    inner = PromptAnswers(path, path)
+    check_functions(Rubric(inner, {"words": Criterion(scripted.scored_raising)}), 60.0)
+    assert "to train task 0, '0+1=', could not be judged (raised)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -168,16 +168,37 @@ def test_a_reward(page):
     opened = page("reward")
     rows = opened.run(*SHORT)
     grade = imported("my_reward:same_place", "grader")
+    manners = imported("my_reward:manners", "grader")
     assert grade("abd", "abc") == grade("abd", ["x", "abc"]) == 2 / 3
     file = Path(launch_grpo.PROGRAM.recipes["jsonl"]().data.path)
     questions = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    answers = {row["prompt"]: row["answer"] for row in questions}
+    rows_of = {row["prompt"]: row for row in questions}
     samples = list(read_rows(Path(opened.option("run-dir")) / "samples.jsonl"))
     assert samples
     for sample in samples:
-        reward = grade(sample["completion"], answers[sample["prompt"]])
+        said, row = sample["completion"], rows_of[sample["prompt"]]
+        parts = manners(said, row, sample["finish_reason"])
+        reward = grade(said, row["answer"]) + 0.2 * sum(parts.values())
         assert sample["reward"] == pytest.approx(reward)
-    assert 0 <= trained(rows)["reward/mean"] <= 1
+    row = trained(rows)
+    assert 0 <= row["reward/same_place"] <= 1
+    assert row["reward/manners"] == pytest.approx(
+        row["env/manners/ended"] + row["env/manners/long"]
+    )
+
+
+@pytest.mark.processes
+def test_a_reward_that_raises_leaves_nothing_behind(page, capsys):
+    opened = page("reward")
+    Path("my_broken_reward.py").write_text(
+        "def of_level(response, row):\n    return row['level']\n"
+    )
+    opened.arguments += ["--env=jsonl?grader=my_broken_reward:of_level", *SHORT]
+    assert launch_grpo.main(opened.arguments) != 0
+    told = "".join(capsys.readouterr())
+    assert "to train task 0, 'Max sold a red book on Sunday." in told
+    assert "KeyError: 'level'" in told
+    assert not Path(opened.option("run-dir")).exists()
 
 
 @pytest.mark.processes

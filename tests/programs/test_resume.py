@@ -3,8 +3,10 @@
 import dataclasses
 import gc
 import io
+import itertools
 import json
 import shutil
+import sys
 import weakref
 from collections import namedtuple
 from pathlib import Path
@@ -36,6 +38,7 @@ from tests.programs.trainers import CONFIG, go_on, make_model
 from tests.records.test_trackers import stand_in
 
 LAST = 3
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -310,6 +313,65 @@ def test_data_that_changed_is_refused_by_name(config, tmp_path):
         go_on(more)
     rows(tmp_path, 40)
     assert go_on(more)[0].completed
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """Writes a module of a user, of another name in each test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / f"code_{next(NUMBERS)}.py"
+
+    def write(text: str) -> str:
+        file.write_text(text)
+        return file.stem
+
+    yield write
+    sys.modules.pop(file.stem, None)
+
+
+OURS = "from coin import Coin as Inner\n\nclass Ours(Inner):\n    pass\n"
+CLOSE = "def close(response, answer):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_code_that_changed_is_refused_by_name(config, tmp_path, code, graded):
+    if graded:
+        name = code(CLOSE)
+        file = tmp_path / "graded.jsonl"
+        lines = (f'{{"prompt": "{i}+1=", "answer": "7"}}\n' for i in range(40))
+        file.write_text("".join(lines))
+        env = f"jsonl?grader=exact,{name}:close"
+        data = DataConfig(path=str(file))
+        text, thing = CLOSE, f"reward function {name}:close"
+    else:
+        name = code(OURS)
+        env, data = f"{name}:Ours", config.data
+        text, thing = OURS, f"environment {name}:Ours"
+    ours = begun(config, tmp_path, env=env, data=data)
+    go_on(ours)
+    more = dataclasses.replace(ours, steps=2)
+    code(f"{text}\n\ndef more(): ...\n")
+    with pytest.raises(
+        ConfigError,
+        match=rf"--env: its code changed since the run began: the module {name} of the "
+        rf"{thing} has \d lines instead of \d\. Restore what it began with to resume",
+    ):
+        go_on(more)
+    code(text)
+    assert go_on(more)[0].completed
+
+
+def test_code_may_change_before_the_first_checkpoint(config, tmp_path, code):
+    ours = begun(config, tmp_path, env=f"{code(OURS)}:Ours")
+    go_on(ours)
+    for each in ("checkpoints", "model"):
+        shutil.rmtree(Path(ours.run_dir) / each)
+    code(OURS.replace("pass", "word = 1"))
+    outcome, output = go_on(ours)
+    assert outcome.completed
+    assert "bytes instead of 60; without a checkpoint it begins again" in output
+    # It is the code of the run from now on.
+    assert go_on(dataclasses.replace(ours, steps=2))[0].completed
 
 
 def test_a_base_that_changed_is_refused_by_name(config, tmp_path):

@@ -1,16 +1,17 @@
-"""Graders: compare a response with the answer and compute the reward."""
+"""Graders: compare a response with the answer, and compute the reward."""
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_post.envs.real_number import real_number
 from jaxrl_post.envs.tasks.blocks import last_block
+from jaxrl_post.envs.tasks.grading_functions import Grade, GradingFunction
 from jaxrl_post.envs.tasks.json_schema import (
     SchemaError,
     is_valid,
@@ -28,19 +29,10 @@ from jaxrl_post.envs.tasks.mathematics.reading import equal
 from jaxrl_post.envs.tasks.mathematics.text import cleaned
 from jaxrl_post.envs.tasks.token_f1 import token_f1, words
 from jaxrl_post.jsonl import is_unicode
-from jaxrl_post.specs import check_takes, imported
 
-__all__ = ["GRADERS", "Grade", "Grader"]
+__all__ = ["GRADERS", "Grader", "WeightedGraders"]
 
 GRADERS = ("exact", "f1", "math", "regex", "schema")
-
-
-@dataclass(frozen=True)
-class Grade:
-    """The reward of a response, and metrics to report."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,13 +64,12 @@ class Grader:
                 f"extraction is for the grader 'math' alone, got {self.extraction!r} "
                 f"with {self.name!r}"
             )
-        if self.name not in GRADERS:
-            _function(self.name)
-            if self.extract is not None:
-                raise ValueError(
-                    f"extract is for the graders {', '.join(GRADERS)}; the function "
-                    f"{self.name!r} gets the whole response"
-                )
+        if ":" in self.name and self.extract is not None:
+            raise ValueError(
+                f"extract is for the graders {', '.join(GRADERS)}; the function "
+                f"{self.name!r} gets the whole response"
+            )
+        _ = self._function
         if self.extract is not None:
             try:
                 re.compile(self.extract)
@@ -94,8 +85,19 @@ class Grader:
             equal("1", "1")
         elif self.name == "schema":
             require_library()
-        elif self.name not in GRADERS:
-            _function(self.name)
+        else:
+            _ = self._function
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it cannot do without an answer."""
+        function = self._function
+        return function is None or "answer" in function.needs
+
+    def takes(self, name: str) -> bool:
+        """Whether it is a function that asks for one of `grading_functions.NAMES`."""
+        function = self._function
+        return function is not None and function.takes(name)
 
     def wrong_with(self, answer: Any) -> str | None:
         """Says why an answer of a file cannot be a reference; None if it can.
@@ -157,20 +159,29 @@ class Grader:
         return reference if self.name in ("exact", "f1") else None
 
     def grade(self, response: str, answer: Any) -> Grade:
-        """Grades a response.
+        """Grades a response by the answer alone; see `graded`.
 
         Args:
             response: the policy's response.
             answer: the answer as it is in the file.
+        """
+        return self.graded({"response": response, "answer": answer})
+
+    def graded(self, given: Mapping[str, Any]) -> Grade:
+        """Grades a response.
+
+        Args:
+            given: "response", "answer", and the other `grading_functions.NAMES` that a
+                function asks for.
 
         Raises:
-            NumberError: a grading function returned no finite real number.
+            NumberError: a function returned no finite real numbers.
             TimeoutError: "math" took too much processor time.
             ModuleNotFoundError: "math" without the extra.
         """
-        if self.name not in GRADERS:
-            value = _function(self.name)(response, answer)
-            return Grade(real_number(f"what grader {self.name!r} returns", value))
+        if (function := self._function) is not None:
+            return function.grade(given)
+        response, answer = given["response"], given["answer"]
         said = self._said(response)
         if self.name == "schema":
             return _valid(said, answer)
@@ -183,6 +194,14 @@ class Grader:
             reward = float(correct)
         answered = said is not None
         return _graded(reward, correct=correct, answered=answered)
+
+    @property
+    def _function(self) -> GradingFunction | None:
+        """The function that a name with a module names; None for a built-in grader."""
+        if self.name in GRADERS:
+            return None
+        known = f"{', '.join(GRADERS)}, <module>:<function>"
+        return GradingFunction.named(self.name, known)
 
     def _said(self, response: str) -> str | None:
         """The part of a response to grade; None if there is none."""
@@ -205,6 +224,131 @@ class Grader:
         if self.name == "regex":
             return re.fullmatch(reference, said, re.DOTALL) is not None
         return said == reference
+
+
+@dataclass(frozen=True)
+class WeightedGraders:
+    """Graders, each with the factor of its value in the reward.
+
+    >>> graders = WeightedGraders.parse("exact,f1", "1,0.5")
+    >>> grade = graders.grade({"response": "red fox", "answer": "fox red"})
+    >>> grade.reward, grade.parts
+    (0.5, {'exact': 0.0, 'f1': 1.0})
+    """
+
+    graders: tuple[Grader, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def parse(
+        cls,
+        names: str,
+        weights: str | float = "",
+        extract: str | None = None,
+        extraction: Extraction = "strict",
+    ) -> WeightedGraders:
+        """Reads the options, and checks them.
+
+        Args:
+            names: of graders, with commas between.
+            weights: as many numbers, with commas between; "" for 1 each.
+            extract: for all graders but functions.
+            extraction: for the grader "math".
+
+        Raises:
+            ValueError: a grader does not exist or is given twice, an option does not
+                fit them, or there is not one finite weight for each.
+        """
+        found = [name.strip() for name in names.split(",")]
+        again = [name for name, count in Counter(found).items() if count > 1]
+        if again:
+            raise ValueError(f"grader {again[0]!r} is given twice; drop one of the two")
+        # An option that fits no grader goes to all of them, which refuse it.
+        cut = {*found}.intersection(GRADERS) or found
+        read = ("math",) if "math" in found else found
+        graders = tuple(
+            Grader(
+                name,
+                extract if name in cut else None,
+                extraction if name in read else "strict",
+            )
+            for name in found
+        )
+        for each in graders:
+            each.check()
+        return cls(graders, _weights(weights, found))
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a grader is a function of the user."""
+        return any(each.name not in GRADERS for each in self.graders)
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a grader cannot do without an answer."""
+        return any(each.needs_answer for each in self.graders)
+
+    def takes(self, name: str) -> bool:
+        """Whether a grader asks for one of `grading_functions.NAMES`."""
+        return any(each.takes(name) for each in self.graders)
+
+    def prepare(self) -> None:
+        """Imports what the graders need; raises ModuleNotFoundError."""
+        for each in self.graders:
+            each.prepare()
+
+    def wrong_with(self, answer: Any) -> str | None:
+        """Says why one of the graders cannot use an answer; None if all can."""
+        told = (each.wrong_with(answer) for each in self.graders)
+        return next((reason for reason in told if reason is not None), None)
+
+    def reference(self, answer: Any) -> str:
+        """The answer as text, as the first grader of the package reads it."""
+        return self._first.reference(answer)
+
+    def shown(self, reference: str) -> str | None:
+        """A response that this grader calls right; None if it defines none."""
+        return self._first.shown(reference)
+
+    def grade(self, given: Mapping[str, Any]) -> Grade:
+        """Grades a response.
+
+        Args:
+            given: values by `grading_functions.NAMES`; functions are called with
+                these.
+
+        Returns:
+            The weighted sum. Of several graders, the parts are their values by name,
+            the parts of a function's value are metrics NAME/PART, and of metrics with
+            one name the first grader's counts.
+
+        Raises:
+            NumberError, TimeoutError, ModuleNotFoundError: as `Grader.grade`.
+        """
+        grades = [each.graded(given) for each in self.graders]
+        reward = sum(w * g.reward for w, g in zip(self.weights, grades, strict=True))
+        if len(grades) == 1:
+            return Grade(reward, grades[0].metrics, grades[0].parts)
+        metrics: dict[str, float] = {}
+        for name, each in zip(self._names, grades, strict=True):
+            own = {f"{name}/{part}": value for part, value in each.parts.items()}
+            metrics = {**each.metrics, **own, **metrics}
+        values = [each.reward for each in grades]
+        return Grade(reward, metrics, dict(zip(self._names, values, strict=True)))
+
+    @property
+    def _first(self) -> Grader:
+        own = (each for each in self.graders if each.name in GRADERS)
+        return next(own, self.graders[0])
+
+    @property
+    def _names(self) -> list[str]:
+        """The functions' own names; with their modules, where two would be the same."""
+        names = [each.name.rpartition(":")[2] for each in self.graders]
+        return [
+            name if names.count(name) == 1 else each.name.replace(":", ".")
+            for name, each in zip(names, self.graders, strict=True)
+        ]
 
 
 def _valid(said: str | None, schema: Any) -> Grade:
@@ -230,9 +374,16 @@ def _text(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
-@functools.cache
-def _function(name: str) -> Callable[[str, Any], Any]:
-    """The function that "module:name" names."""
-    grade = imported(name, "grader", f"{', '.join(GRADERS)}, <module>:<function>")
-    check_takes(grade, ("response", "answer"), f"grader {name!r}")
-    return grade
+def _weights(text: str | float, names: list[str]) -> tuple[float, ...]:
+    if text == "":
+        return (1.0,) * len(names)
+    try:
+        found = tuple(map(float, str(text).split(",")))
+    except ValueError:
+        found = ()
+    if len(found) != len(names) or not all(map(math.isfinite, found)):
+        raise ValueError(
+            "weights must be one finite number for each grader, with commas between; "
+            f"got {text!r} for {', '.join(names)}"
+        )
+    return found
