@@ -126,6 +126,22 @@ def test_what_was_sampled_without_guesses_is_made_up_for(params):
     assert found == (6 * 4, 6 * 16)
 
 
+def test_guesses_that_stopped_within_a_page_go_on(params):
+    """The draft has half of a page, and then needs it whole."""
+    sizes = dataclasses.replace(DRAFTING, max_tokens=48, num_slots=24, guess_rows=32)
+    engine = make_engine(itself(params), sizes)
+    short, long = (SamplingParams(max_tokens=count) for count in (16, 48))
+    engine.submit(Request(0, prompt(7, 40), 6, sampling=long))
+    assert passes(engine, lambda: engine.step(params)) == (6 * 4, 6 * 16)
+    for number in (1, 2):
+        engine.submit(Request(number, prompt(7, 40), 6, sampling=short))
+    # Eighteen rows are too many for guesses; twelve of them end.
+    assert passes(engine, lambda: engine.step(params)) == (0, 0)
+    assert len(engine.collect()) == 0
+    assert passes(engine, lambda: engine.step(params)) == (6 * 4, 6 * 16)
+    assert not engine.busy
+
+
 def test_another_turn_and_another_prompt_with_the_same_beginning(params):
     """The draft needs what is new alone, of segments that were partly filled."""
     engine = make_engine(itself(params))
