@@ -2,10 +2,10 @@
 
 import abc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grain
 import jax
@@ -15,6 +15,7 @@ from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
+from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.sinks import (
     MetricsLog,
     NoLog,
@@ -45,8 +46,14 @@ class Training(abc.ABC):
         """Shardings of `snapshot`."""
 
     @abc.abstractmethod
-    def logs(self, resume_step: int) -> SampleLog | NoLog:
-        """Opens the logs other than metrics, cut back to a step; -1 for a new run."""
+    def logs(self, resume_step: int, step: int) -> SampleLog | NoLog:
+        """Opens the logs other than metrics, and cuts them back.
+
+        Args:
+            resume_step: the last step that logs of evaluations keep; -1 for a new run.
+            step: of the restored checkpoint, which logs of training keep; -1 for a new
+                run. It is one more where the evaluation of that step is due.
+        """
 
     @abc.abstractmethod
     def snapshot(self) -> TrainState:
@@ -140,10 +147,14 @@ class RunJournal:
         waits = {PENDING: dict(metrics)} if due else {}
         # Without the row of this step, which is written again.
         logged = self._counts()
+        events = [self._event("step", metrics)]
         if evaluates and not due:
-            metrics |= training.measure(step)
+            found = training.measure(step)
+            metrics |= found
+            events.append(self._event("evaluation", found))
             told = processes.exchange("stop after an evaluation", self._should_stop())
             self._stopped = self._stopped or any(told)
+        failed = self._tell(*events)
         last = step == config.steps or self._stopped
         # Row before checkpoint: if the run dies in between, resuming cuts it off.
         if step % self._log_every == 0 or evaluates or last:
@@ -158,6 +169,9 @@ class RunJournal:
                 step, training.snapshot(), training.indices, meta
             )
         self._saving = time.perf_counter() - begin
+        if failed is not None:
+            self._run.checkpoints.wait()
+            raise failed
 
     def _begin(self) -> None:
         """Restores the newest checkpoint, opens the logs, evaluates what is due."""
@@ -178,15 +192,39 @@ class RunJournal:
         kept = -1 if latest is None else kept
         enter = self._stack.enter_context
         self._rows: MetricsLog | NoLog = enter(run.open_metrics(kept))
-        self._samples: SampleLog | NoLog = enter(training.logs(kept))
+        began = -1 if latest is None else latest
+        self._samples: SampleLog | NoLog = enter(training.logs(kept, began))
         self._progress = enter(Progress(run.console, total_steps=run.config.steps))
         if self.step < run.config.steps:
             run.describe()
         tell_missing(self.step, meta.get(LOGS, {}), self._counts())
-        if latest is None:
-            self._rows.write(0, training.measure(0))
-        if pending is not None:
-            self._rows.write(self.step, pending | training.measure(self.step))
+        events = [self._event("start", {})]
+        if latest is None or pending is not None:
+            found = training.measure(self.step)
+            self._rows.write(self.step, (pending or {}) | found)
+            events.append(self._event("evaluation", found))
+        if (failed := self._tell(*events)) is not None:
+            raise failed
+
+    def _event(
+        self, kind: Literal["start", "step", "evaluation"], metrics: Mapping[str, float]
+    ) -> Event:
+        config = self._run.config
+        return Event(kind, self.step, config.steps, metrics, self._run.directory.path)
+
+    def _tell(self, *events: Event) -> CallbackError | None:
+        """Calls the callbacks, in process 0; all processes stop if one raises."""
+        names, failed = self._run.config.callbacks, None
+        if not names:
+            return None
+        try:
+            for event in events if not processes.index() else ():
+                tell(names, event)
+        except CallbackError as error:
+            failed = error
+        told = processes.exchange("callbacks", failed is not None)
+        self._stopped = self._stopped or any(told)
+        return failed
 
     def _counts(self) -> dict[str, int]:
         """Rows in the logs."""
