@@ -1,5 +1,6 @@
 """Writes all episodes that a run trains on as Parquet, one file a step."""
 
+import dataclasses
 import io
 import json
 import re
@@ -11,6 +12,7 @@ import numpy as np
 from jaxrl_post.files import replace_file
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.rollout.episode import Episode, Group, Turn
+from jaxrl_post.tokens import Tokens
 
 __all__ = ["RolloutLog"]
 
@@ -60,24 +62,31 @@ class RolloutLog:
         import pyarrow
         import pyarrow.parquet
 
-        rows = [
-            {
-                "step": step,
-                **_row(episode),
-                "advantages": _by_turn(episode, advantages, (row, column)),
-                "trained": is_trained(episode),
-            }
+        places = [
+            (episode, row, column)
             for row, group in enumerate(groups)
             for column, episode in enumerate(group.episodes)
         ]
-        schema = pyarrow.schema(
-            [(name, pyarrow.type_for_alias(kind)) for name, kind in SCALARS.items()]
-            + [
-                (name, pyarrow.list_(pyarrow.type_for_alias(kind)))
-                for name, kind in LISTS.items()
-            ]
+        rows = [
+            {"step": step, **_row(each), "trained": is_trained(each)}
+            for each, *_ in places
+        ]
+        columns: dict[str, Any] = {
+            name: pyarrow.array([row[name] for row in rows], kind)
+            for name, kind in SCALARS.items()
+        }
+        tokens = [each.tokens for each, *_ in places]
+        for name, (source, dtype) in TOKENS.items():
+            columns[name] = _lists([getattr(each, source) for each in tokens], dtype)
+        columns["advantages"] = pyarrow.nulls(
+            len(rows), pyarrow.list_(pyarrow.float32())
         )
-        table = pyarrow.Table.from_pylist(rows, schema=schema)
+        if advantages is not None:
+            columns["advantages"] = _lists(
+                [_by_turn(each, advantages[tuple(place)]) for each, *place in places],
+                np.float32,
+            )
+        table = pyarrow.table(columns)
         written = io.BytesIO()
         pyarrow.parquet.write_table(table, written, compression="zstd")
         replace_file(self._folder / f"step_{step:06d}.parquet", written.getvalue())
@@ -88,8 +97,7 @@ class RolloutLog:
         return {"rollouts": len(self._steps)}
 
 
-# The columns, by Arrow's names of their types. An entry t of a list describes token t
-# of the episode, except in `advantages`, which has one for each turn.
+# The columns that are no lists, by Arrow's names of their types.
 SCALARS = {
     "step": "int64",
     "task_id": "string",
@@ -106,27 +114,32 @@ SCALARS = {
     "num_tokens": "int32",
     "num_sampled": "int32",
 }
-LISTS = {
-    "token_ids": "int32",
-    "sampled": "bool",
-    "logprobs": "float32",
-    "versions": "int32",
-    "advantages": "float32",
+# The lists of one entry a token: their sources in `Tokens`, and their dtypes.
+TOKENS = {
+    "token_ids": ("ids", np.int32),
+    "sampled": ("sampled", np.bool_),
+    "logprobs": ("logprobs", np.float32),
+    "versions": ("versions", np.int32),
 }
 
 
-def _by_turn(
-    episode: Episode, advantages: np.ndarray | None, place: tuple[int, int]
-) -> np.ndarray | None:
+def _lists(arrays: Sequence[np.ndarray], dtype: Any) -> Any:
+    """A column of lists, each one array; without a Python object for each entry."""
+    import pyarrow
+
+    ends = np.cumsum([0, *map(len, arrays)])
+    values = np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+    kind = pyarrow.LargeListArray if ends[-1] >= 2**31 else pyarrow.ListArray
+    return kind.from_arrays(ends, values)
+
+
+def _by_turn(episode: Episode, found: np.ndarray) -> np.ndarray:
     """The advantage of each turn of an episode, which may be one for all turns."""
-    if advantages is None:
-        return None
-    count, found = len(episode.turns), advantages[place]
+    count = len(episode.turns)
     return found[:count] if found.ndim else np.repeat(found, count)
 
 
 def _row(episode: Episode) -> dict[str, Any]:
-    tokens = episode.tokens
     return {
         "task_id": str(episode.task_id),
         "prompt_id": episode.prompt_id,
@@ -140,17 +153,14 @@ def _row(episode: Episode) -> dict[str, Any]:
         "error": _text(episode.error),
         "num_tokens": episode.num_tokens,
         "num_sampled": episode.num_sampled,
-        "token_ids": tokens.ids,
-        "sampled": tokens.sampled,
-        "logprobs": tokens.logprobs,
-        "versions": tokens.versions,
     }
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
     """A turn as JSON, with the numbers of its tokens, which columns hold."""
+    none = Tokens.context([])
     tokens = {"context": len(turn.context), "sampled": len(turn.sampled)}
-    return turn.to_json() | tokens
+    return dataclasses.replace(turn, context=none, sampled=none).to_json() | tokens
 
 
 def _text(text: str) -> str:
