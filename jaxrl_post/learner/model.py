@@ -39,7 +39,7 @@ from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import save_adapter
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records import outputs
-from jaxrl_post.records.card import CARD
+from jaxrl_post.records.hub.card import CARD
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
     MeshError,

@@ -36,9 +36,9 @@ from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
 from jaxrl_post.pretrained.tensor_files import read_json
 from jaxrl_post.programs.hub import Fetched, fetch
 from jaxrl_post.programs.places import initial_of
-from jaxrl_post.programs.push import Push, check_push, push
-from jaxrl_post.records.card import CARD, converted_card, run_card
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
+from jaxrl_post.records.hub.card import CARD, converted_card, run_card
+from jaxrl_post.records.hub.push import Push, check_push, push
 from jaxrl_post.types import Array
 
 __all__ = ["convert"]

@@ -25,8 +25,8 @@ from jaxrl_post.config.run import RunConfig
 from jaxrl_post.extras import install
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.peft.beside import base_of, beside_base, is_adapter
-from jaxrl_post.records.card import CARD
 from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.hub.card import CARD
 from jaxrl_post.records.path import run_path
 
 __all__ = ["Fetched", "fetch", "fetch_run"]

@@ -58,12 +58,12 @@ from jaxrl_post.programs.places import (
     initial_of,
     tasks_fingerprint,
 )
-from jaxrl_post.programs.push import PushError, check_push, push, push_of
 from jaxrl_post.programs.template import begun, template_line
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
-from jaxrl_post.records.card import Part, run_card
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
+from jaxrl_post.records.hub.card import Part, run_card
+from jaxrl_post.records.hub.push import PushError, check_push, push, push_of
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown

@@ -17,9 +17,9 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig
 from jaxrl_post.programs.online import run_rl
 from jaxrl_post.programs.run import RunResult
-from jaxrl_post.programs.tracing import Tracing
 from jaxrl_post.records.directory import read_rows
 from jaxrl_post.records.sinks import warnings_shown
+from jaxrl_post.records.tracing import Tracing
 from tests.programs.trainers import CONFIG, RL, make_model
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from jaxrl_post.config.run import flattened
 from jaxrl_post.records import notation
 from jaxrl_post.records.directory import RunDescription
 from jaxrl_post.records.fingerprints import Fingerprint
-from jaxrl_post.records.public import Public, is_of_the_machine
+from jaxrl_post.records.hub.public import Public, is_of_the_machine
 from jaxrl_post.records.sinks import ACCURACY, MISMATCH, REWARD
 from jaxrl_post.records.visible import visible
 

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.programs.push import Push, PushError, check_push, push
+from jaxrl_post.records.hub.push import Push, PushError, check_push, push
 from tests.hub_server import Hub, point_client_at, serving
 
 FILES = {

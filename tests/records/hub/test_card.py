@@ -12,8 +12,8 @@ from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import ProcessesConfig
-from jaxrl_post.records.card import converted_card, front_matter, run_card
 from jaxrl_post.records.directory import RunDescription
+from jaxrl_post.records.hub.card import converted_card, front_matter, run_card
 
 INTERVAL = {"eval/accuracy_low": 0.25, "eval/accuracy_high": 0.5}
 ROWS = [
