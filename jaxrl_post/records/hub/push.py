@@ -30,7 +30,7 @@ RECORD = "pushed.json"
 # A new repository of the hub may have these.
 OF_NEW = {".gitattributes", "README.md"}
 # The client by itself waits for ever for an answer.
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 300.0
 # The other processes wait for the upload of process 0.
 UPLOAD_SECONDS = 24 * 3600.0
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import sys
 
 import pytest
@@ -154,6 +155,15 @@ def test_no_hub_listens(tmp_path, console, monkeypatch):
     point_client_at("http://127.0.0.1:9", str(tmp_path), monkeypatch)
     with pytest.raises(ConfigError, match=r"the hub did not take it: .*refused"):
         check_push(TARGET, console)
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path, console, monkeypatch):
+    monkeypatch.setattr("jaxrl_post.records.hub.push.ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        point_client_at(url, str(tmp_path), monkeypatch)
+        with pytest.raises(ConfigError, match=r"the hub did not take it: .*timed out"):
+            check_push(TARGET, console)
 
 
 @pytest.mark.parametrize("status", [403, 404, 500, None])
