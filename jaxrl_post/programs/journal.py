@@ -55,6 +55,10 @@ class Training(abc.ABC):
                 run. It is one more where the evaluation of that step is due.
         """
 
+    def counts(self) -> dict[str, int]:
+        """The number of rows, or of files, in these logs, by their names."""
+        return {}
+
     @abc.abstractmethod
     def snapshot(self) -> TrainState:
         """All arrays that a checkpoint holds."""
@@ -193,7 +197,7 @@ class RunJournal:
         enter = self._stack.enter_context
         self._rows: MetricsLog | NoLog = enter(run.open_metrics(kept))
         began = -1 if latest is None else latest
-        self._samples: SampleLog | NoLog = enter(training.logs(kept, began))
+        enter(training.logs(kept, began))
         self._progress = enter(Progress(run.console, total_steps=run.config.steps))
         if self.step < run.config.steps:
             run.describe()
@@ -228,7 +232,7 @@ class RunJournal:
 
     def _counts(self) -> dict[str, int]:
         """Rows in the logs."""
-        return self._rows.counts() | self._samples.counts()
+        return self._rows.counts() | self._training.counts()
 
     def _told(self, error: DivergenceError) -> DivergenceError:
         """The error of a step that diverged, with the steps that have checkpoints."""

@@ -173,6 +173,11 @@ class OnlineTrainer(Trainer):
             self._rollouts = RolloutLog(self.directory, resume_step=step)
         return self._samples
 
+    def counts(self) -> dict[str, int]:
+        """The number of logged samples, and of files of rollouts."""
+        rollouts = {} if self._rollouts is None else self._rollouts.counts()
+        return self._samples.counts() | rollouts
+
     def snapshot(self) -> TrainState:
         """Returns all arrays that a checkpoint holds."""
         return self.updater.snapshot()

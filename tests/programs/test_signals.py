@@ -191,8 +191,13 @@ def test_samples_that_are_gone_are_told(whole, tmp_path):
     shutil.copytree(whole.run_dir or "", tmp_path / "run")
     ours = dataclasses.replace(whole, run_dir=str(tmp_path / "run"))
     (tmp_path / "run" / "samples.jsonl").unlink()
+    (tmp_path / "run" / "rollouts" / "step_000002.parquet").unlink()
     out = io.StringIO()
     # With no step left it trains nothing.
     run_rl(ours, console=Console(file=out, width=999), command="")
     assert f"samples.jsonl: of what was written up to step {STEPS} (" in out.getvalue()
+    lost = (
+        f"rollouts: of what was written up to step {STEPS} ({STEPS} rows or files), 3"
+    )
+    assert lost in out.getvalue()
     assert "metrics.jsonl: of" not in out.getvalue()
