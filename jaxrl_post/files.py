@@ -131,12 +131,12 @@ def move(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a small file atomically: a reader sees the old text or the new one.
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a small file atomically: a reader sees the old content or the new one.
 
     Args:
         path: the file; its folder is made when missing.
-        text: written as UTF-8; a lone surrogate becomes `?`.
+        content: a text is written as UTF-8; a lone surrogate becomes `?`.
 
     Raises:
         WriteError: the disk is full or fails; what was there before is unchanged.
@@ -145,7 +145,9 @@ def replace_file(path: Path, text: str) -> None:
     with writing(path, "what was there before is unchanged"):
         make_folder(path.parent)
         try:
-            partial.write_bytes(text.encode("utf-8", "replace"))
+            if isinstance(content, str):
+                content = content.encode("utf-8", "replace")
+            partial.write_bytes(content)
             settle(partial)
             partial.replace(path)
             sync(path.parent)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl_post.extras import install
 from jaxrl_post.jsonl import (
     BadRowError,
     OnBadRow,
@@ -187,7 +188,7 @@ def _parquet_rows(path: str) -> _Rows:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{path}: .parquet is read with pyarrow, and there is no module "
-            f"{error.name!r}: pip install 'jaxrl_post[parquet]'",
+            f"{error.name!r}: {install('parquet')}",
             name=error.name,
         ) from error
     with open(path, "rb") as file:

@@ -30,11 +30,12 @@ from jaxrl_post.config.offline import (
     RewardConfig,
     SFTConfig,
 )
-from jaxrl_post.config.paths import check_paths, naming
+from jaxrl_post.config.paths import check_paths, check_repository, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig, check_judges
-from jaxrl_post.config.run import RunConfig
+from jaxrl_post.config.run import RunConfig, loaded_callbacks, profiled_steps
+from jaxrl_post.extras import install
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
 __all__ = [
@@ -80,8 +81,7 @@ def check_options(config: RunConfig) -> None:
     for name in config.log:
         if name != "tensorboard" and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"--log {name}: there is no module {name!r}: "
-                f"pip install 'jaxrl_post[{name}]'"
+                f"--log {name}: there is no module {name!r}: {install(name)}"
             )
     if config.run_dir is not None and not config.run_dir.strip():
         raise ConfigError(
@@ -92,6 +92,10 @@ def check_options(config: RunConfig) -> None:
         if config.run_dir is not None and Path(config.run_dir).is_file():
             raise ConfigError(f"--run-dir: {config.run_dir} is a file, not a directory")
     check_paths(config)
+    check_repository(config.push_to_hub, public=config.push_public)
+    if config.epochs is None:
+        profiled_steps(config.profile, config.steps)
+    loaded_callbacks(config.callbacks)
     if isinstance(config, RLConfig):
         _check_rl(config)
     if isinstance(config, OfflineConfig):
@@ -222,6 +226,7 @@ def _check_kind(config: RewardConfig) -> None:
 
 
 def _check_rl(config: RLConfig) -> None:
+    _check_log_rollouts(config)
     if config.exact:
         _check_exact(config)
     check_algorithm(config.algorithm, config.critic, config.distill)
@@ -244,6 +249,21 @@ def _check_rl(config: RLConfig) -> None:
         raise ConfigError(
             f"--critic.warmup-steps: must be less than --steps, {config.steps}, or the "
             f"policy never learns; got {config.critic.warmup_steps}"
+        )
+
+
+def _check_log_rollouts(config: RLConfig) -> None:
+    if config.log_rollouts is None:
+        return
+    if config.distill.data == "demonstrations":
+        raise ConfigError(
+            "--log-rollouts: nothing is sampled with --distill.data demonstrations; "
+            "drop the option"
+        )
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(
+            f"--log-rollouts parquet: there is no module 'pyarrow': "
+            f"{install('parquet')}"
         )
 
 

@@ -28,6 +28,9 @@ class ConvertConfig:
             the run or the adapter names.
         max_shard_gb: largest size of a file's tensors in gigabytes; more are split over
             several files. With orbax, the size at which a file is closed.
+        push_to_hub: ORG/NAME of a repository on the Hugging Face hub, to which the
+            output is uploaded; None to upload nothing.
+        push_public: make that repository public instead of private.
     """
 
     input: str
@@ -38,3 +41,5 @@ class ConvertConfig:
     step: Annotated[int | None, ANY] = None
     base: str | None = None
     max_shard_gb: Annotated[float, ANY] = 5.0
+    push_to_hub: str | None = None
+    push_public: bool = False

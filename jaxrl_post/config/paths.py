@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ __all__ = [
     "FILES",
     "MAIN_MODELS",
     "MODELS",
+    "REPOSITORY",
     "check_output",
     "check_paths",
+    "check_repository",
     "naming",
     "value_of",
 ]
@@ -31,6 +34,8 @@ MODELS = (
     "reward.model",
     "rollout.draft",
 )
+# Name of a repository on the hub.
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Prefix of files on the hub.
 REMOTE = "hf://"
 # Suffix of llama.cpp's model files.
@@ -89,6 +94,23 @@ def check_paths(config: Any) -> None:
         elif not path.startswith(REMOTE):
             with naming(option):
                 _check_readable(path)
+
+
+def check_repository(name: str | None, *, public: bool) -> None:
+    """Refuses a name of `--push-to-hub` that cannot be one, before any work.
+
+    Raises:
+        ConfigError: it is not ORG/NAME, or `public` is given without it.
+    """
+    if name is None and public:
+        raise ConfigError(
+            "--push-public: without --push-to-hub nothing is uploaded; drop the "
+            "option, or give the other"
+        )
+    if name is not None and not REPOSITORY.fullmatch(name):
+        raise ConfigError(
+            f"--push-to-hub: must be ORG/NAME, or USER/NAME, on the hub; got {name!r}"
+        )
 
 
 def check_output(path: Path, option: str) -> None:

@@ -1,7 +1,7 @@
 """The options of the programs that sample: grpo, ppo, distill."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
@@ -57,6 +57,8 @@ class RLConfig(RunConfig):
         data: files of tasks, for environments that read files.
         log_samples: number of training completions logged at each evaluation.
         log_eval_samples: number of held-out completions logged at each evaluation.
+        log_rollouts: file format in which all episodes of each step are written to the
+            folder rollouts: parquet, one file a step; None to write none.
         algorithm: what is optimised, and its hyperparameters.
         critic: value model of ppo.
         distill: how distillation compares student and teacher.
@@ -75,6 +77,7 @@ class RLConfig(RunConfig):
     data: DataConfig = field(default_factory=DataConfig)
     log_samples: Annotated[int, NOT_NEGATIVE, FREE] = 8
     log_eval_samples: Annotated[int, NOT_NEGATIVE, FREE] = 8
+    log_rollouts: Annotated[Literal["parquet"] | None, FREE] = None
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-6)
     )

@@ -14,6 +14,7 @@ from jaxrl_post.config.fields import (
     Range,
 )
 from jaxrl_post.envs.workers.hosts import check_hosts
+from jaxrl_post.extras import install
 
 __all__ = ["CacheDtype", "RolloutConfig", "WeightsDtype", "check_judges"]
 
@@ -199,6 +200,5 @@ def check_judges(judges: str, reward_cpus: float, section: str) -> None:
         )
     if judges != "local" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            f"--{section}judges {judges}: there is no module 'ray': "
-            "pip install 'jaxrl_post[ray]'"
+            f"--{section}judges {judges}: there is no module 'ray': {install('ray')}"
         )

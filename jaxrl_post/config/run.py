@@ -1,11 +1,14 @@
 """The options that all training programs share, and which a resumed run may change."""
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jaxrl_post.config.data import TemplateConfig
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
     COUNT,
@@ -17,6 +20,7 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.specs import check_takes, imported
 
 __all__ = [
     "CheckpointConfig",
@@ -28,6 +32,8 @@ __all__ = [
     "WarmStartConfig",
     "differences",
     "flattened",
+    "loaded_callbacks",
+    "profiled_steps",
 ]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -182,6 +188,15 @@ class RunConfig:
         log: trackers that get the metrics, in addition to metrics.jsonl: tensorboard,
             wandb, trackio.
         log_project: project in wandb and trackio; None for their default.
+        push_to_hub: ORG/NAME of a repository on the Hugging Face hub, to which the
+            model is uploaded at the end; it is made before the first step. None to
+            upload nothing.
+        push_public: make that repository public instead of private.
+        profile: step that is traced, such as 3, or the first and the last one, such as
+            10:12; the trace, for xprof and Perfetto, is in the folder profile. None for
+            no trace.
+        callbacks: functions, each a <module>:<function>, that are called at the start,
+            after each step and each evaluation, and at the end.
         processes: the processes of the run, if there are several.
     """
 
@@ -209,6 +224,10 @@ class RunConfig:
     )
     log: Annotated[tuple[TrackerName, ...], FREE] = ("tensorboard",)
     log_project: Annotated[str | None, FREE] = None
+    push_to_hub: Annotated[str | None, FREE] = None
+    push_public: Annotated[bool, FREE] = False
+    profile: Annotated[str | None, FREE] = None
+    callbacks: Annotated[tuple[str, ...], FREE] = ()
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)
 
 
@@ -256,3 +275,61 @@ def flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = list(item) if isinstance(item, tuple) else item
     return flat
+
+
+def profiled_steps(text: str | None, steps: int) -> range:
+    """Returns the steps that `--profile` traces.
+
+    Args:
+        text: the option: a step, or the first and the last one with a colon.
+        steps: of the run.
+
+    Raises:
+        ConfigError: it is neither, or the run has no such step.
+
+    >>> profiled_steps("10:12", 20), profiled_steps("3", 20), profiled_steps(None, 20)
+    (range(10, 13), range(3, 4), range(0, 0))
+    """
+    if text is None:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text, re.ASCII)
+    first = last = 0
+    if found is not None:
+        first, last = int(found[1]), int(found[2] or found[1])
+    if not 1 <= first <= last:
+        raise ConfigError(
+            "--profile: must be a step from 1 on, such as 3, or the first and the last "
+            f"one, such as 10:12; got {text!r}"
+        )
+    if last > steps:
+        raise ConfigError(
+            f"--profile: must be steps of the run, which are 1 to {steps} (--steps); "
+            f"got {text!r}"
+        )
+    return range(first, last + 1)
+
+
+def loaded_callbacks(names: Sequence[str]) -> list[Callable[[Any], object]]:
+    """Imports callbacks and checks that each takes one argument.
+
+    Args:
+        names: each a `module:function`.
+
+    Raises:
+        ConfigError: there is no such function, its module raises, or it is a class,
+            async, a generator, or takes another number of arguments.
+    """
+    found = []
+    for name in names:
+        try:
+            function = imported(name, "callback")
+            if inspect.isclass(function):
+                raise ValueError(
+                    f"callback {name!r} is a class; name a function, or an instance "
+                    "that can be called"
+                )
+            check_takes(function, ("event",), f"callback {name!r}")
+        except ValueError as error:
+            raise ConfigError(f"--callbacks: {error}") from error
+        found.append(function)
+    return found

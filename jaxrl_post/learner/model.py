@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from jaxrl_post.config.data import (
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.files import writing
+from jaxrl_post.files import replace_file, writing
 from jaxrl_post.kernels.dispatch import multiply_as_float32
 from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
@@ -39,6 +39,7 @@ from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import save_adapter
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records import outputs
+from jaxrl_post.records.hub.card import CARD
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
     MeshError,
@@ -265,6 +266,7 @@ def save_model(
     *,
     adapter: str = "adapter",
     manifest: bool = False,
+    cards: Mapping[str, str] = {},
     consequence: str = "what was there before is unchanged",
 ) -> None:
     """Saves a trained model and replaces an earlier save, when the new one is whole.
@@ -283,6 +285,7 @@ def save_model(
         params: the trained parameters.
         adapter: name of the adapter's directory.
         manifest: whether the model's directory gets a manifest, to detect damage.
+        cards: texts of their README.md, by the directories' names.
         consequence: of an error, for its message.
 
     Raises:
@@ -311,6 +314,9 @@ def save_model(
             if not processes.index():
                 if manifest:
                     write_manifest(saved)
+                for name, text in cards.items():
+                    if (fresh / name).is_dir():
+                        replace_file(fresh / name / CARD, text)
                 for place in places:
                     outputs.install(fresh / place.name, place)
         finally:

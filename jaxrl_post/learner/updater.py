@@ -70,6 +70,9 @@ class Updater:
     reference: Reference | None = None
     critic: Critic | None = None
     environment: str = "the environment"
+    # Advantages of the last groups, float32 [groups, samples] or [groups, samples,
+    # turns]; None if the algorithm has none of episodes or turns.
+    advantages: np.ndarray | None = field(default=None, init=False)
     # Seconds by phase, "logprobs" and "train", of the present step.
     _phases: dict[str, float] = field(default_factory=dict, init=False)
     # Parts of the rewards that environments have named so far.
@@ -147,8 +150,9 @@ class Updater:
         # `credit` turns these into advantages; a divergence has none.
         later = self.algorithm.credit is not None
         later = later or self.algorithm.divergence is not None
+        self.advantages = None if later else values
         version = int(self.state.step)
-        return made, rollout_metrics(groups, None if later else values, version)
+        return made, rollout_metrics(groups, self.advantages, version)
 
     def _train(
         self, sequences: list[packing.Sequence], number: int
@@ -213,7 +217,8 @@ class Updater:
     def _phase(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            yield
+            with jax.profiler.TraceAnnotation(name):
+                yield
         finally:
             spent = time.perf_counter() - begin
             self._phases[name] = self._phases.get(name, 0.0) + spent

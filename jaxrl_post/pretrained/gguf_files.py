@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_post.extras import install
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.pretrained.directory import (
@@ -172,7 +173,7 @@ def _library(path: Path) -> Any:
     except ModuleNotFoundError as error:
         raise CheckpointError(
             f"{path}: a GGUF file is read by the library gguf, and there is no "
-            f"{error.name}; pip install 'jaxrl_post[gguf]'"
+            f"{error.name}; {install('gguf')}"
         ) from error
     return gguf
 

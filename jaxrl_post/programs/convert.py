@@ -13,11 +13,17 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.config.convert import ConvertConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.paths import check_output, check_paths, naming
+from jaxrl_post.config.paths import (
+    check_output,
+    check_paths,
+    check_repository,
+    naming,
+)
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.data.gguf_tokenizer import generation_settings, gguf_tokenizer
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tokenizer_files import TokenizerError, write_stop_ids
+from jaxrl_post.files import replace_file
 from jaxrl_post.learner.adapters import lora_of
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import DecoderParams, ModelConfig
@@ -28,9 +34,11 @@ from jaxrl_post.pretrained.families import read_config
 from jaxrl_post.pretrained.gguf_files import read_gguf, write_gguf
 from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
 from jaxrl_post.pretrained.tensor_files import read_json
-from jaxrl_post.programs.hub import fetch
+from jaxrl_post.programs.hub import Fetched, fetch
 from jaxrl_post.programs.places import initial_of
-from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
+from jaxrl_post.records.hub.card import CARD, converted_card, run_card
+from jaxrl_post.records.hub.push import Push, check_push, push
 from jaxrl_post.types import Array
 
 __all__ = ["convert"]
@@ -83,7 +91,7 @@ class TokenizerFiles:
 
 
 def convert(config: ConvertConfig, *, console: Console, command: str = "") -> None:
-    """Writes a Hugging Face directory or an Orbax model directory.
+    """Writes a Hugging Face directory or an Orbax model directory, and uploads it.
 
     Args:
         config: the options.
@@ -94,13 +102,43 @@ def convert(config: ConvertConfig, *, console: Console, command: str = "") -> No
         ConfigError: the output exists, or an option does not go with the input, or the
             tokenizer of a GGUF file is not supported.
         CheckpointError: the input cannot be read.
+        PushError: the output is whole, but could not be uploaded.
     """
     del command
     _check_size(config)
+    check_repository(config.push_to_hub, public=config.push_public)
     # Fail before anything is read; saving checks again before it writes.
     check_output(Path(config.output), "--output")
     check_paths(config)
-    config = fetch(config, console=console).config
+    target = None
+    if config.push_to_hub is not None:
+        target = Push(config.push_to_hub, config.push_public)
+        check_push(target, console)
+    fetched = fetch(config, console=console)
+    _write(fetched.config, console)
+    output = Path(config.output)
+    replace_file(output / CARD, _card(config, fetched))
+    if target is not None:
+        push(target, output, "Converted by launch.convert", console)
+
+
+def _card(given: ConvertConfig, fetched: Fetched[ConvertConfig]) -> str:
+    """The card of the output: of the run, or of the model that was converted."""
+    place, title = Path(fetched.config.input), Path(given.output).absolute().name
+    run = RunDirectory(place)
+    saved = run.read_description() if (place / "checkpoints").is_dir() else None
+    if saved is None:
+        on_hub = "input" in fetched.names
+        folder = place if place.is_dir() else place.parent
+        return converted_card(given.input, folder=folder, title=title, on_hub=on_hub)
+    rows = [*read_rows(run.metrics)] if run.metrics.exists() else []
+    if given.step is not None:
+        rows = [row for row in rows if row["step"] <= given.step]
+    base = fetched.config.base or saved.config["model"]
+    return run_card(saved, rows, title=title, bases=[Path(base), run.path / "model"])
+
+
+def _write(config: ConvertConfig, console: Console) -> None:
     if Path(config.input).is_file():
         _from_gguf(config, console)
         return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grain
+import jax
 
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.checks import reward_weights
@@ -350,7 +351,8 @@ class Experience:
         if self.judge is None or not groups:
             return groups
         begin = time.perf_counter()
-        judged = self.judge.judged(groups, tasks)
+        with jax.profiler.TraceAnnotation("reward"):
+            judged = self.judge.judged(groups, tasks)
         self.collector.seconds["reward"] += time.perf_counter() - begin
         return judged
 

@@ -8,6 +8,7 @@ of PEFT is put next to its base, local or downloaded. Address, cache
 and token are huggingface_hub's (HF_ENDPOINT, HF_HOME, `hf auth login`).
 """
 
+import contextlib
 import dataclasses
 import glob
 import re
@@ -21,9 +22,11 @@ from rich.console import Console
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import FILES, MAIN_MODELS, MODELS
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.extras import install
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.peft.beside import base_of, beside_base, is_adapter
 from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.hub.card import CARD
 from jaxrl_post.records.path import run_path
 
 __all__ = ["Fetched", "fetch", "fetch_run"]
@@ -255,7 +258,7 @@ def _snapshot(
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{option}: there is no {source.repository} on this machine, and to fetch "
-            "it from the hub huggingface_hub is needed; pip install 'jaxrl_post[hub]', "
+            f"it from the hub huggingface_hub is needed; {install('hub')}, "
             f"or run `{source.command} --local-dir DIRECTORY` elsewhere and give the "
             "directory"
         ) from error
@@ -274,7 +277,15 @@ def _snapshot(
     # The client raises errors of its own, of its HTTP library, and of the system.
     except Exception as error:
         raise ConfigError(f"{option}: {_failure(source, error)}") from error
-    return _checked(source, Path(folder), option, weights=weights)
+    found = _checked(source, Path(folder), option, weights=weights)
+    if weights and source.kind == "model":
+        # The card says what the license is. A run does without it, and so does a cache
+        # of an earlier version, which has none.
+        with contextlib.suppress(Exception):
+            huggingface_hub.hf_hub_download(
+                source.repository, CARD, revision=found.name
+            )
+    return found
 
 
 def _checked(source: Source, folder: Path, option: str, *, weights: bool) -> Path:

@@ -2,10 +2,10 @@
 
 import abc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grain
 import jax
@@ -15,6 +15,7 @@ from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
+from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.progress import Progress
 from jaxrl_post.records.sinks import (
     MetricsLog,
@@ -45,8 +46,18 @@ class Training(abc.ABC):
         """Shardings of `snapshot`."""
 
     @abc.abstractmethod
-    def logs(self, resume_step: int) -> SampleLog | NoLog:
-        """Opens the logs other than metrics, cut back to a step; -1 for a new run."""
+    def logs(self, resume_step: int, step: int) -> SampleLog | NoLog:
+        """Opens the logs other than metrics, and cuts them back.
+
+        Args:
+            resume_step: the last step that logs of evaluations keep; -1 for a new run.
+            step: of the restored checkpoint, which logs of training keep; -1 for a new
+                run. It is one more where the evaluation of that step is due.
+        """
+
+    def counts(self) -> dict[str, int]:
+        """The number of rows, or of files, in these logs, by their names."""
+        return {}
 
     @abc.abstractmethod
     def snapshot(self) -> TrainState:
@@ -149,10 +160,14 @@ class RunJournal:
         waits = {PENDING: dict(metrics)} if due else {}
         # Without the row of this step, which is written again.
         logged = self._counts()
+        events = [self._event("step", metrics)]
         if evaluates and not due:
-            metrics |= self._measured(step)
+            found = self._measured(step)
+            metrics |= found
+            events.append(self._event("evaluation", found))
             told = processes.exchange("stop after an evaluation", self._should_stop())
             self._stopped = self._stopped or any(told)
+        failed = self._tell(*events)
         last = step == config.steps or self._stopped
         # Row before checkpoint: if the run dies in between, resuming cuts it off.
         if step % self._log_every == 0 or evaluates or last:
@@ -167,6 +182,9 @@ class RunJournal:
                 step, training.snapshot(), training.indices, meta
             )
         self._saving = time.perf_counter() - begin
+        if failed is not None:
+            self._run.checkpoints.wait()
+            raise failed
 
     def _begin(self) -> None:
         """Restores the newest checkpoint, opens the logs, evaluates what is due."""
@@ -187,18 +205,21 @@ class RunJournal:
         kept = -1 if latest is None else kept
         enter = self._stack.enter_context
         self._rows: MetricsLog | NoLog = enter(run.open_metrics(kept))
-        self._samples: SampleLog | NoLog = enter(training.logs(kept))
+        began = -1 if latest is None else latest
+        enter(training.logs(kept, began))
         self._progress = enter(Progress(run.console, total_steps=run.config.steps))
         if self.step < run.config.steps:
             run.describe()
         tell_missing(self.step, meta.get(LOGS, {}), self._counts())
-        if latest is None:
-            metrics = self._measured(0)
-            self._rows.write(0, metrics)
-            if metrics:
-                self._progress.update(0, metrics)
-        if pending is not None:
-            self._rows.write(self.step, pending | self._measured(self.step))
+        events = [self._event("start", {})]
+        if latest is None or pending is not None:
+            found = self._measured(self.step)
+            self._rows.write(self.step, (pending or {}) | found)
+            if latest is None and found:
+                self._progress.update(0, found)
+            events.append(self._event("evaluation", found))
+        if (failed := self._tell(*events)) is not None:
+            raise failed
 
     def _measured(self, step: int) -> dict[str, float]:
         """Evaluates, and says so."""
@@ -206,9 +227,29 @@ class RunJournal:
             self._progress.phase(f"evaluating {count:,} held-out examples")
         return self._training.measure(step)
 
+    def _event(
+        self, kind: Literal["start", "step", "evaluation"], metrics: Mapping[str, float]
+    ) -> Event:
+        config = self._run.config
+        return Event(kind, self.step, config.steps, metrics, self._run.directory.path)
+
+    def _tell(self, *events: Event) -> CallbackError | None:
+        """Calls the callbacks, in process 0; all processes stop if one raises."""
+        names, failed = self._run.config.callbacks, None
+        if not names:
+            return None
+        try:
+            for event in events if not processes.index() else ():
+                tell(names, event)
+        except CallbackError as error:
+            failed = error
+        told = processes.exchange("callbacks", failed is not None)
+        self._stopped = self._stopped or any(told)
+        return failed
+
     def _counts(self) -> dict[str, int]:
         """Rows in the logs."""
-        return self._rows.counts() | self._samples.counts()
+        return self._rows.counts() | self._training.counts()
 
     def _told(self, error: DivergenceError) -> DivergenceError:
         """The error of a step that diverged, with the steps that have checkpoints."""

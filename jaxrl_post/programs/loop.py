@@ -15,10 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import jax
+
 from jaxrl_post.learner.learner import Update
 from jaxrl_post.programs.journal import RunJournal, Training
 from jaxrl_post.programs.run import Run
 from jaxrl_post.programs.watch import Warnings
+from jaxrl_post.records.tracing import Tracing
 
 __all__ = [
     "BatchSource",
@@ -109,8 +112,9 @@ class Trainer[Batch](Training):
         """
         begin, metrics = time.perf_counter(), dict[str, float]()
         if self.producer is not None and self.weights is not None:
-            sampler = self.weights.publish()
-            metrics |= self.producer.feed(self.buffer, sampler, number)
+            with jax.profiler.TraceAnnotation("rollout"):
+                sampler = self.weights.publish()
+                metrics |= self.producer.feed(self.buffer, sampler, number)
         batch = self.buffer.take()
         update = self.updater.update(batch, number)
         seconds = time.perf_counter() - begin
@@ -140,8 +144,12 @@ def train(
     Returns:
         The last step's number and metrics; no metrics if no step was left.
     """
-    with RunJournal(run, trainer, should_stop, log_every) as journal:
+    with (
+        RunJournal(run, trainer, should_stop, log_every) as journal,
+        Tracing(run.config, run.directory.path / "profile", journal.step) as tracing,
+    ):
         for step in journal.steps():
-            metrics, _ = trainer.step(step)
+            with tracing.step(step):
+                metrics, _ = trainer.step(step)
             journal.end(step, metrics)
     return journal.step, journal.metrics

@@ -365,13 +365,15 @@ class _FeedUpdater:
 
     def update(self, batch: _Read, number: int) -> Update:
         begin = time.perf_counter()
-        scored = self.feed.scored(batch.drawn)
-        ready = self.feed.ready(self.state.params, scored)
+        with jax.profiler.TraceAnnotation("logprobs"):
+            scored = self.feed.scored(batch.drawn)
+            ready = self.feed.ready(self.state.params, scored)
         after = time.perf_counter()
-        self.state, metrics = self.feed.learner.update(
-            self.state, ready, where=f"step {number}"
-        )
-        jax.block_until_ready(self.state.params)
+        with jax.profiler.TraceAnnotation("train"):
+            self.state, metrics = self.feed.learner.update(
+                self.state, ready, where=f"step {number}"
+            )
+            jax.block_until_ready(self.state.params)
         metrics |= {
             "train/tokens": float(np.sum(ready.loss_mask)),
             "train/epoch": number * batch.share,
@@ -400,8 +402,8 @@ class _OfflineTrainer(Trainer):
     def layout(self) -> TrainState:
         return self.updater.feed.learner.layout
 
-    def logs(self, resume_step: int) -> NoLog:
-        del resume_step
+    def logs(self, resume_step: int, step: int) -> NoLog:
+        del resume_step, step
         return NoLog()
 
     def snapshot(self) -> TrainState:

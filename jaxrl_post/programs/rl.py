@@ -21,6 +21,7 @@ from jaxrl_post.programs.loop import Trainer
 from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.metric_table import ACCURACY
+from jaxrl_post.records.rollouts import RolloutLog
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import Buffer
@@ -125,6 +126,7 @@ class OnlineTrainer(Trainer):
     directory: RunDirectory | None = field(default=None, kw_only=True)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
+    _rollouts: RolloutLog | None = field(default=None, init=False)
 
     @property
     def config(self) -> RLConfig:
@@ -138,6 +140,9 @@ class OnlineTrainer(Trainer):
         is_trained = functools.partial(
             batching.is_trained, skip_truncated=self.config.rollout.truncated == "mask"
         )
+        if self._rollouts is not None and self.config.log_rollouts is not None:
+            advantages = self.updater.advantages
+            self._rollouts.write(number, groups, advantages, is_trained)
         self._trained_on = _samples(
             "train", groups, self.config.log_samples, is_trained
         )
@@ -162,11 +167,17 @@ class OnlineTrainer(Trainer):
         """Shardings of `snapshot`."""
         return self.updater.layout
 
-    def logs(self, resume_step: int) -> SampleLog | NoLog:
-        """Opens the log of samples, in process 0."""
+    def logs(self, resume_step: int, step: int) -> SampleLog | NoLog:
+        """Opens the logs of samples and of rollouts, in process 0."""
         if self.directory is not None and not processes.index():
             self._samples = SampleLog(self.directory, resume_step=resume_step)
+            self._rollouts = RolloutLog(self.directory, resume_step=step)
         return self._samples
+
+    def counts(self) -> dict[str, int]:
+        """The number of logged samples, and of files of rollouts."""
+        rollouts = {} if self._rollouts is None else self._rollouts.counts()
+        return self._samples.counts() | rollouts
 
     def snapshot(self) -> TrainState:
         """Returns all arrays that a checkpoint holds."""

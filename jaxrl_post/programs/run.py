@@ -3,11 +3,13 @@
 import dataclasses
 import errno
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -42,6 +44,7 @@ from jaxrl_post.learner.learner import (
 from jaxrl_post.learner.model import Model, open_model, save_model, versions
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
+from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
@@ -60,8 +63,11 @@ from jaxrl_post.programs.places import (
 )
 from jaxrl_post.programs.template import begun, template_line
 from jaxrl_post.records import notation
+from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
+from jaxrl_post.records.hub.card import Part, run_card
+from jaxrl_post.records.hub.push import PushError, check_push, push, push_of
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown
@@ -96,6 +102,8 @@ RUN_ERRORS = (
     MismatchError,
     OutOfMemoryError,
     ProcessesError,
+    CallbackError,
+    PushError,
 )
 
 
@@ -279,6 +287,9 @@ def open_run[Config: RunConfig](
         began = None if saved is None else saved.config
         if config.epochs is None:
             config = with_horizons(config, began, str(directory.path))
+        target = push_of(config, directory.path)
+        if target is not None:
+            check_push(target, console)
         console.print(f"opening model {config.model}", markup=False, highlight=False)
         model = open_model(
             config.model if initial is None else str(initial),
@@ -524,16 +535,46 @@ def finish(
         state: after the last step taken.
         step: number of that step.
         critic: saved next to the model; None for no critic.
+
+    Raises:
+        CallbackError: a callback raised at the end; the model is saved.
+        PushError: the model is saved, but could not be uploaded.
     """
     completed, saved = step >= run.config.steps, None
+    rows = [] if processes.index() else [*read_rows(run.directory.metrics)]
     if completed:
-        saved = run.directory.path / "model"
-        save_model(saved, run.model, state.params)
+        saved, cards = run.directory.path / "model", _cards(run, rows)
+        save_model(saved, run.model, state.params, cards=cards)
         if critic is not None:
-            target = run.directory.path / "critic"
-            save_model(target, critic, critic.params, adapter="critic_adapter")
-    report = None
+            place, adapter = run.directory.path / "critic", "critic_adapter"
+            save_model(place, critic, critic.params, adapter=adapter, cards=cards)
+    report, config = None, run.config
     # No row is left where the log of a complete run was removed.
-    if not processes.index() and any(read_rows(run.directory.metrics)):
+    if rows:
         report = write_report(run.directory)
+    if not processes.index():
+        last = rows[-1]["metrics"] if rows else {}
+        # JSON has null where a value was not finite.
+        metrics = {k: math.nan if v is None else v for k, v in last.items()}
+        path = run.directory.path
+        tell(config.callbacks, Event("end", step, config.steps, metrics, path, saved))
+    target = push_of(config, run.directory.path)
+    if target is not None and saved is not None:
+        push(target, saved, f"{step} steps of training", run.console)
     return RunResult(step, completed, saved, report)
+
+
+def _cards(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The cards of all directories that a run may save, in process 0."""
+    description = run.directory.read_description()
+    if processes.index() or description is None:
+        return {}
+    model = Path(run.config.model)
+    adapter = adapter_in(model)
+    bases = [model] if adapter is None else [adapter, model]
+    parts: tuple[Part, ...] = ("model", "adapter", "critic", "critic_adapter")
+    title = run.directory.path.absolute().name
+    return {
+        part: run_card(description, rows, title=title, bases=bases, part=part)
+        for part in parts
+    }

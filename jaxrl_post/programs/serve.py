@@ -21,6 +21,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
+from jaxrl_post.extras import install
 from jaxrl_post.learner.model import Model, check_context, context_of
 from jaxrl_post.programs.build.engine import bound_engine
 from jaxrl_post.programs.build.model import open_named
@@ -41,8 +42,8 @@ try:
     from jaxrl_post.serve.service import Service
 except ModuleNotFoundError as error:
     raise ConfigError(
-        f"launch.serve needs the extra serve ({error}); install it with pip install "
-        "'jaxrl_post[serve]'"
+        f"launch.serve needs the extra serve ({error}); install it with "
+        f"{install('serve')}"
     ) from error
 
 __all__ = ["open_service", "run_server", "served_model"]

@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Folder of one file per step, see `rollouts.RolloutLog`."""
+        return self.path / "rollouts"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of event files."""
         return self.path / "tensorboard"

@@ -22,6 +22,7 @@ from tensorboardX.record_writer import RecordWriter
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import TrackerName
+from jaxrl_post.extras import install
 from jaxrl_post.files import make_folder, replace_file, writing
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.directory import RunDirectory
@@ -232,8 +233,7 @@ def _open_remote(
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--log {name}: there is no module {error.name!r}: "
-            f"pip install 'jaxrl_post[{name}]'"
+            f"--log {name}: there is no module {error.name!r}: {install(name)}"
         ) from error
     start = _wandb_run if name == "wandb" else _trackio_run
     try:

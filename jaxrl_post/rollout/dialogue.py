@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jaxrl_post.data.chat import RewrittenError
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.replies import Reply
@@ -104,10 +106,11 @@ class Dialogue:
         if sampler.busy:
             sampler.dispatch()
         dispatched = time.perf_counter()
-        for sample, outcome in self._judgements.take(
-            deadline, grace_s=self.grace_s, idle=not sampler.busy
-        ):
-            self._judged(sample, outcome, sampler)
+        with jax.profiler.TraceAnnotation("reward"):
+            for sample, outcome in self._judgements.take(
+                deadline, grace_s=self.grace_s, idle=not sampler.busy
+            ):
+                self._judged(sample, outcome, sampler)
         judged = time.perf_counter()
         for completion in sampler.collect():
             self._completed(completion)

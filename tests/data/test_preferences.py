@@ -411,7 +411,7 @@ def test_parquet_without_its_extra_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         ModuleNotFoundError,
-        match=r"pairs\.parquet: .*'pyarrow': pip install 'jaxrl_post\[parquet\]'",
+        match=r"pairs\.parquet: .*'pyarrow': pip install -e '.*\[parquet\]'",
     ):
         read_preferences(tmp_path / "pairs.parquet")
 

@@ -19,6 +19,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.records.directory import read_rows
 from launch.several import AGAIN
 from tests.e2e.conftest import EPISODES, QUICK, programs
+from tests.hub_server import Hub, serving
 
 pytestmark = pytest.mark.processes
 
@@ -149,8 +150,24 @@ def options(run: Path, model: Path, *more: str, steps: int = 4) -> list[str]:
 def two_processes(model, tmp_path_factory) -> tuple[Path, list[str]]:
     """Four steps in two processes with four devices each."""
     run = tmp_path_factory.mktemp("two") / "run"
-    with programs() as start:
-        outputs = ended(started(start, 2, "launch.grpo", *options(run, model, MESH)))
+    more = (
+        "--callbacks=coin:record", "--profile=2", "--log-rollouts=parquet",
+        "--push-to-hub=Org/two",
+    )  # fmt: skip
+    hub = Hub({})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(hub, str(run.parent / "cache"), patch) as url,
+        programs() as start,
+    ):
+        patch.setenv("HF_ENDPOINT", url)
+        patch.setenv("HF_HOME", str(run.parent / "cache"))
+        patch.setenv("HF_HUB_DISABLE_XET", "1")
+        arguments = options(run, model, MESH, *more)
+        outputs = ended(started(start, 2, "launch.grpo", *arguments))
+    assert hub.created == ["Org/two"]
+    pushed = hub.repositories["models/Org/two"]["main"]
+    assert {p.name for p in (run / "model").iterdir()} < pushed.keys()
     return run, outputs
 
 
@@ -169,6 +186,17 @@ def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_pat
     assert not any(name.startswith(".") for name in names), names
     config, _ = pretrained.load(run / "model")
     assert config.num_layers == 1
+    told = [
+        line.split() for line in (run.parent / "events.txt").read_text().splitlines()
+    ]
+    events = "start 0, evaluation 0, step 1, step 2, evaluation 2, step 3, step 4, "
+    assert ", ".join(f"{kind} {step}" for kind, step, _ in told) == (
+        f"{events}evaluation 4, end 4"
+    )
+    assert len({process for *_, process in told}) == 1
+    assert len([*(run / "profile").rglob("*.xplane.pb")]) == 1
+    written = sorted(path.name for path in (run / "rollouts").iterdir())
+    assert written == [f"step_{n:06d}.parquet" for n in range(1, 5)]
     saved = json.loads((run / "config.json").read_text())
     assert saved["mesh"] == "dp2,fsdp2,ep1,cp1,tp2"
 

@@ -37,6 +37,7 @@ def options(run: Path, *more: str) -> list[str]:
         *QUICK,
         # On one device; a few lengths of rows, each of which is compiled.
         "--update.microbatch-tokens=64",
+        "--log-rollouts=parquet",
         *more,
     ]
 
@@ -120,6 +121,12 @@ def assert_that_kills_change_nothing(
         for name, value in one["metrics"].items():
             if not name.startswith(("time/", "throughput/")):
                 assert other["metrics"][name] == value, (one["step"], name)
+    written, again = (
+        {p.name: p.read_bytes() for p in (run / "rollouts").iterdir()}
+        for run in (whole, broken)
+    )
+    assert sorted(again) == [f"step_{n:06d}.parquet" for n in range(1, steps + 1)]
+    assert written == again
     if kind is EPISODES:
         waiting = [row["metrics"].get("rollout/in_flight", 0) for row in rows(whole)]
         assert max(waiting) > 0, "no episode was under way: the test shows nothing"

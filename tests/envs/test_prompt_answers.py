@@ -221,7 +221,7 @@ def test_a_missing_library_names_its_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     environment = PromptAnswers(file(ROWS), grader="schema")
     for needs in (environment.prepare, lambda: environment.tasks("train")):
-        with pytest.raises(ModuleNotFoundError, match=r"jaxrl_post\[schema\]"):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install -e .*\[schema\]"):
             needs()
 
 

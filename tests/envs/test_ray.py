@@ -204,7 +204,7 @@ def test_what_is_no_cluster_is_given_up(ray_token):
 def test_a_missing_ray_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
-        pytest.raises(WorkerLostError, match=r"pip install 'jaxrl_post\[ray\]'"),
+        pytest.raises(WorkerLostError, match=r"pip install -e '.*\[ray\]'"),
         RayCluster("local"),
     ):
         pass

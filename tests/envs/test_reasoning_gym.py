@@ -181,5 +181,5 @@ def test_arguments_are_checked(arguments, message):
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxrl_post\[envs\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '.*\[envs\]'"):
         ReasoningGym("chain_sum")

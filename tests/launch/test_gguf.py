@@ -37,6 +37,7 @@ def test_a_file_becomes_a_directory_that_every_program_reads(
     assert told.endswith(" in float32\n")
     names = {path.name for path in (tmp_path / "made").iterdir()}
     assert names == {
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -2,9 +2,11 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from jaxrl_post import pretrained
@@ -14,7 +16,11 @@ from jaxrl_post.programs.planning import plan
 from launch import convert, dpo, evaluate, sft
 from tests.hub_server import Hub, commit_of, serving
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    # The client uploads large files by a name that its HTTP library has given up.
+    pytest.mark.filterwarnings("ignore:Use 'content=<:DeprecationWarning"),
+]
 
 PAIRS = "".join(
     json.dumps({"prompt": f"{i}=", "chosen": "a", "rejected": "b"}) + "\n"
@@ -87,6 +93,93 @@ def test_pairs_and_a_reference_from_the_hub(served, tmp_path):
     # PEFT finds the base by that name on another machine.
     adapter = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "Org/tiny"
+
+
+CARD = b"""---
+license: apache-2.0
+base_model: Org/older
+---
+# Tiny
+"""
+
+
+def parts_of(card: bytes) -> tuple[dict, str]:
+    """The metadata and the text of a card."""
+    _, head, text = card.decode().split("---\n", 2)
+    return yaml.safe_load(head), text
+
+
+def test_a_trained_model_is_pushed_with_a_card_that_tells_nothing_of_the_machine(
+    served, tmp_path, capsys
+):
+    served.repositories["models/Org/tiny"]["main"]["README.md"] = CARD
+    run = tmp_path / "run"
+    command = [
+        "--model=Org/tiny", "--loss.reference=Org/tiny", f"--run-dir={run}",
+        "--data.path=hf://datasets/Org/pairs/pairs.jsonl", "--data.eval-share=0.2",
+        "--max-tokens=24", "--examples-per-step=8", "--eval.every=0", "--steps=1",
+        "--lora.rank=2", "--push-to-hub=Org/mine",
+    ]  # fmt: skip
+    assert dpo.main(command) == 0
+    assert "Org/mine" in capsys.readouterr().out
+    pushed = dict(served.repositories["models/Org/mine"]["main"])
+    assert served.private["models/Org/mine"]
+    metadata, text = parts_of(pushed["README.md"])
+    assert metadata == {
+        "base_model": "Org/tiny",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "datasets": ["Org/pairs"],
+        "tags": ["jaxrl_post", "dpo"],
+        "license": "apache-2.0",
+    }
+    assert "--data.path=hf://datasets/Org/pairs/pairs.jsonl" in text
+    assert "--run-dir" not in text
+    assert "| `--lora.rank` | `2` |" in text
+    assert "| Held-out accuracy | " in text
+    assert re.search(r"at step 1 \|$", text, re.MULTILINE)
+    assert re.search(r"\| --data.path \| .* 12 lines, \d+ bytes, crc32 ", text)
+    told = b"".join(each for name, each in pushed.items() if "safetensors" not in name)
+    assert str(tmp_path).encode() not in told
+    # The saved files are pushed, and no others.
+    saved = {p.name: p.read_bytes() for p in (run / "model").iterdir()}
+    assert saved == {k: v for k, v in pushed.items() if k != ".gitattributes"}
+    adapter, _ = parts_of((run / "adapter" / "README.md").read_bytes())
+    assert adapter["library_name"] == "peft"
+    assert adapter["tags"] == ["jaxrl_post", "dpo", "lora"]
+    assert adapter["license"] == "apache-2.0"
+    # The same command does not train again, and uploads again.
+    assert dpo.main(command) == 0
+    # A conversion of the run has its card, and a repository of its own.
+    output = tmp_path / "converted"
+    options = [f"--input={run}", f"--output={output}", "--push-to-hub=Org/merged"]
+    assert convert.main([*options, "--push-public"]) == 0
+    assert not served.private["models/Org/merged"]
+    merged, _ = parts_of(served.repositories["models/Org/merged"]["main"]["README.md"])
+    assert merged == metadata
+
+
+@pytest.mark.parametrize("where", ["/api/repos/create", "/commit/"])
+def test_a_failed_push_is_told_and_loses_nothing(served, tmp_path, capsys, where):
+    run = tmp_path / "run"
+    command = [
+        "--model=Org/tiny", "--env=even_length:EvenLength", "--max-tokens=24",
+        "--examples-per-step=8", "--eval.every=0", "--steps=1", f"--run-dir={run}",
+        "--push-to-hub=Org/mine",
+    ]  # fmt: skip
+    served.failing[where] = 403
+    assert sft.main(command) == 1
+    told = capsys.readouterr().out
+    assert "error: --push-to-hub Org/mine: the token may not write there (403)" in told
+    if where == "/commit/":
+        assert f"`hf upload Org/mine {run}/model . --private` uploads it again" in told
+        assert (run / "report.html").is_file()
+    # A refusal at the start comes before the first step.
+    assert (run / "model").is_dir() == (where == "/commit/")
+    assert (run / "metrics.jsonl").exists() == (where == "/commit/")
+    served.failing.clear()
+    assert sft.main(command) == 0
+    assert "README.md" in served.repositories["models/Org/mine"]["main"]
 
 
 def test_an_evaluation_says_which_commit_it_measured(served, tmp_path):

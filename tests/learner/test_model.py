@@ -33,7 +33,7 @@ from tests.programs.trainers import make_model
 def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
-        ConfigError, match=r"--env: ReasoningGym needs .* pip install 'jaxrl_post\[envs"
+        ConfigError, match=r"--env: ReasoningGym needs .* pip install -e '.*\[envs"
     ):
         make_environment("reasoning-gym:chain_sum", DataConfig())
 

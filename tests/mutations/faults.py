@@ -355,8 +355,15 @@ RESUME = [
     Fault(
         "samples of an evaluation that was put off are logged twice",
         "programs/journal.py::RunJournal._begin",
-        "training.logs(kept)",
-        "training.logs(-1 if latest is None else self.step)",
+        "training.logs(kept, began)",
+        "training.logs(began, began)",
+        "programs/test_signals.py",
+    ),
+    Fault(
+        "the rollouts of a step whose evaluation was put off are lost",
+        "programs/journal.py::RunJournal._begin",
+        "training.logs(kept, began)",
+        "training.logs(kept, kept)",
         "programs/test_signals.py",
     ),
     Fault(

@@ -330,7 +330,7 @@ def test_other_files_are_named(tmp_path):
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     path = files.write(tmp_path / "m.gguf", files.keys(), files.tensors())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r"jaxrl_post\[gguf\]"):
+    with pytest.raises(CheckpointError, match=r"pip install -e .*\[gguf\]"):
         read_gguf(path)
 
 

@@ -26,13 +26,14 @@ FILES = {
     "tokenizer.json": b"{}",
     "model.safetensors": b"weights",
     "additional_chat_templates/rag.jinja": b"x",
+    # For its license.
+    "README.md": b"x",
     # The same weights once more, and what no program reads.
     "pytorch_model.bin": b"no",
     "model.gguf": b"no",
     "consolidated.safetensors": b"no",
     "onnx/model.onnx": b"no",
     "original/model.safetensors": b"no",
-    "README.md": b"no",
 }
 READ = {name for name, content in FILES.items() if content != b"no"}
 ROWS = b'{"question": "1+1", "answer": "#### 2"}\n'
@@ -206,7 +207,7 @@ def test_without_the_extra_it_is_named(console, monkeypatch):
     with pytest.raises(
         ConfigError,
         match=r"^--model: there is no Qwen/Qwen2.5-0.5B on this machine.*pip install "
-        r"'jaxrl_post\[hub\]', or run `hf download Qwen/Qwen2.5-0.5B --local-dir",
+        r"-e '\.\[hub\]', or run `hf download Qwen/Qwen2.5-0.5B --local-dir",
     ):
         fetch(SFTConfig(model="Qwen/Qwen2.5-0.5B"), console=console)
 

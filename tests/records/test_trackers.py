@@ -171,7 +171,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 ):
     message = (
         rf"--log {name}: there is no module '{name}': "
-        rf"pip install 'jaxrl_post\[{name}\]'"
+        rf"pip install -e '.*\[{name}\]'"
     )
     # None in sys.modules marks a module that is known to be missing.
     monkeypatch.setitem(sys.modules, name, None)

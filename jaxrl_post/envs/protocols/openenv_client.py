@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from jaxrl_post.envs.servers import ServerError, SlowServerError, UnreachableError
+from jaxrl_post.extras import install
 
 __all__ = ["OpenEnvClient", "RefusalError", "Result", "load_library"]
 
@@ -196,7 +197,6 @@ def load_library() -> tuple[Any, Any]:
         from websockets.sync import client
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "environments of OpenEnv need the package websockets: "
-            "pip install 'jaxrl_post[openenv]'"
+            f"environments of OpenEnv need the package websockets: {install('openenv')}"
         ) from error
     return client, exceptions

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from jaxrl_post.extras import install
+
 __all__ = ["SchemaError", "is_valid", "json_of", "require_library", "require_schema"]
 
 # Schemas whose compiled form is kept; a file may have one a row.
@@ -83,7 +85,7 @@ def require_library() -> None:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "JSON schemas are checked with jsonschema, and there is no module "
-            f"{error.name!r}: pip install 'jaxrl_post[schema]'",
+            f"{error.name!r}: {install('schema')}",
             name=error.name,
         ) from error
 

@@ -21,6 +21,7 @@ from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, respon
 from jaxrl_post.envs.processor_time import processor_time
 from jaxrl_post.envs.tasks.held_out import split_of
 from jaxrl_post.envs.tasks.plain_answers import harmless
+from jaxrl_post.extras import install
 
 __all__ = ["ReasoningGym"]
 
@@ -270,7 +271,7 @@ def _library() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"ReasoningGym needs reasoning-gym, and there is no module {error.name!r}: "
-            "pip install 'jaxrl_post[envs]'",
+            f"{install('envs')}",
             name=error.name,
         ) from error
     return reasoning_gym

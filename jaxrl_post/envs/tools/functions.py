@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_post.envs.env import Task
 from jaxrl_post.envs.tools.toolset import Tool, ToolError
+from jaxrl_post.extras import install
 from jaxrl_post.specs import check_plain
 
 __all__ = ["Functions"]
@@ -151,7 +152,7 @@ def _tool(function: Callable[..., Any], concurrent: bool) -> Tool:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"Python functions as tools need the package {error.name}: "
-            "pip install 'jaxrl_post[tools]'"
+            f"{install('tools')}"
         ) from error
     try:
         schema = _validated(function).json_schema()

@@ -17,6 +17,7 @@ from jaxrl_post.envs.tools.journal import Journal
 from jaxrl_post.envs.tools.mcp_http import BARRED, refused_status, transport
 from jaxrl_post.envs.tools.toolset import Tool, ToolError, slow_call
 from jaxrl_post.envs.watch import Watch
+from jaxrl_post.extras import install
 
 __all__ = ["McpServer"]
 
@@ -312,7 +313,7 @@ def _server(command: Sequence[str] | None, url: str | None) -> Any:
         from mcp import StdioServerParameters
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "tools of MCP servers need the package mcp: pip install 'jaxrl_post[tools]'"
+            f"tools of MCP servers need the package mcp: {install('tools')}"
         ) from error
     if url is not None:
         return transport(url)

@@ -24,6 +24,7 @@ from jaxrl_post.envs.workers.interface import (
 )
 from jaxrl_post.envs.workers.ray_driver import ANSWER_GRACE_S, COMMAND, KILL, SERVE
 from jaxrl_post.envs.workers.wire import Reply, receive_reply
+from jaxrl_post.extras import install
 from jaxrl_post.frames import send_frame
 
 __all__ = ["RayCluster", "RayWorker"]
@@ -136,8 +137,7 @@ class RayCluster:
         where = "Ray" if address is None else f"the Ray cluster {address}"
         if importlib.util.find_spec("ray") is None:
             raise WorkerLostError(
-                f"{where} cannot be used: there is no module 'ray': "
-                "pip install 'jaxrl_post[ray]'"
+                f"{where} cannot be used: there is no module 'ray': {install('ray')}"
             )
         if address not in (None, "local"):
             _require_listener(address, self.timeout_s)

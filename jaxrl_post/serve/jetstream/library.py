@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl_post.extras import install
+
 __all__ = ["JetStream", "load"]
 
 VERSION = "0.2.2"
@@ -52,8 +54,8 @@ def load() -> JetStream:
             )
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"serve.jetstream needs the extra jetstream ({error}): pip install "
-            "'jaxrl_post[jetstream]', then pip install --no-deps "
+            f"serve.jetstream needs the extra jetstream ({error}): "
+            f"{install('jetstream')}, then pip install --no-deps "
             f"google-jetstream=={VERSION}, which would otherwise install TensorFlow",
             name=error.name,
         ) from error

@@ -301,5 +301,5 @@ def test_a_server_of_something_else_is_named():
 def test_a_missing_library_is_named(monkeypatch):
     with running(Guess()) as url:
         monkeypatch.setitem(sys.modules, "websockets", None)
-        with pytest.raises(ModuleNotFoundError, match=r"jaxrl_post\[openenv\]"):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install -e .*\[openenv\]"):
             environment(url)

@@ -20,6 +20,7 @@ from jaxrl_post.envs.tasks.mathematics.text import (
     joined,
     without_unit,
 )
+from jaxrl_post.extras import install
 
 __all__ = ["equal", "require_library"]
 
@@ -195,7 +196,7 @@ def require_library() -> None:
         raise ModuleNotFoundError(
             "answers are graded with math-verify, and there is no module "
             f"{error.name!r}: "
-            "pip install 'jaxrl_post[math]'",
+            f"{install('math')}",
             name=error.name,
         ) from error
 

@@ -1,0 +1,1 @@
+"""Shares a saved model: its card, and its upload to the Hugging Face hub."""
