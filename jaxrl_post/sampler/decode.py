@@ -45,7 +45,16 @@ from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
 
-__all__ = ["Burst", "Emitted", "PrefillRows", "Progress", "Rows", "decode", "prefill"]
+__all__ = [
+    "Burst",
+    "Emitted",
+    "PrefillRows",
+    "Progress",
+    "Rows",
+    "decode",
+    "prefill",
+    "prefill_states",
+]
 
 
 @struct.dataclass
@@ -178,9 +187,22 @@ def prefill(
         exact: static; whether the keys' bits depend on their paths alone.
         kernels: static, as in `models.forward`.
     """
-    count, length = rows.tokens.shape
     if exact:
         return _prefill_exactly(params, config, pages, rows, rules)
+    return prefill_states(params, config, pages, rows, rules, kernels=kernels)[0]
+
+
+def prefill_states(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    pages: Pages,
+    rows: PrefillRows,
+    rules: Rules,
+    *,
+    kernels: Implementation = "auto",
+) -> tuple[Pages, Float[Array, "rows length hidden"]]:
+    """`prefill`, which is not exact; also returns the final hidden states."""
+    count, length = rows.tokens.shape
     zeros = KVCache.zeros(config, count, length, pages.dtype)
     shared = (
         None if rows.shared is None else read_shared(config, pages, rows.shared, rules)
@@ -188,7 +210,7 @@ def prefill(
     starts = jnp.asarray(rows.starts)
     view = dataclasses.replace(zeros, starts=starts, shared=shared)
     positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
-    _, view = forward(
+    hidden, view = forward(
         params,
         config,
         jnp.asarray(rows.tokens),
@@ -198,7 +220,8 @@ def prefill(
         execution=Execution(kernels=kernels),
     )
     first = jnp.zeros((count,), jnp.int32)
-    return write_pages(config, pages, view, rows.pages, first, length // PAGE, rules)
+    places = rows.pages, first, length // PAGE, rules
+    return write_pages(config, pages, view, *places), hidden
 
 
 def decode(

@@ -204,7 +204,8 @@ class Engine:
 
         Raises:
             ValueError: an empty or too long prompt, too many tokens or stop ids, an id
-                outside the vocabulary, or stop strings without `detokenize`.
+                outside the vocabulary, stop strings without `detokenize`, or a prompt
+                to score in exact mode.
         """
         sizes, sampling = self.sizes, request.sampling
         where = f"request {request.prompt_id}"
@@ -241,6 +242,11 @@ class Engine:
                     f"{where}: {what} ids must lie in 0..{vocab - 1}; got {bad[0]}. Is "
                     "this the model's tokenizer?"
                 )
+        if sampling.prompt_scores and sizes.exact:
+            raise ValueError(
+                f"{where}: an exact engine does not score prompts; score them without "
+                "exact, or with scoring.logprobs"
+            )
         if sampling.stop_strings and self._detokenize is None:
             raise ValueError(f"{where}: stop_strings need an Engine with detokenize")
 
@@ -317,6 +323,8 @@ class Engine:
                 if sample.own is None:
                     # It had ended before, as far as the host can tell.
                     continue
+                if sample.scoring is not None:
+                    sample.scoring.fetch()
                 row = part * running.burst.slots + index
                 count = int((emitted.tokens[:, row] >= 0).sum())
                 tokens = Tokens.generated(
@@ -385,8 +393,17 @@ class Engine:
 
     def _prefill(self, params: DecoderParams[Array]) -> None:
         """Starts what can start, and computes a chunk of what it lacks."""
-        chunks = self.scheduler.prefill()
-        for rows in batches.prefill_calls(chunks, self.sizes, self._functions.split):
+        chunks, split = self.scheduler.prefill(), self._functions.split
+        # They follow nothing, and others may follow them.
+        scored = [chunk for chunk in chunks if chunk.segment.scoring is not None]
+        for rows, targets, takers in batches.scored_calls(scored, self.sizes, split):
+            self._pages, scores = self._functions.score(
+                params, self._pages, rows, targets
+            )
+            for scoring, row, size in takers:
+                scoring.add(scores, row, size)
+        chunks = [chunk for chunk in chunks if chunk.segment.scoring is None]
+        for rows in batches.prefill_calls(chunks, self.sizes, split):
             self._pages = self._functions.prefill(params, self._pages, rows)
 
     def _decode(

@@ -15,6 +15,7 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "FinishReason",
+    "PromptScores",
     "Request",
     "SampleId",
     "SamplingParams",
@@ -97,6 +98,21 @@ class Alternatives(NamedTuple):
         )
 
 
+class PromptScores(NamedTuple):
+    """The log-probs of a prompt's tokens, from the second one on.
+
+    Attributes:
+        logprobs: float32 [tokens - 1], under the full softmax at the request's
+            temperature, as `Tokens.logprobs`.
+        ranks: int32 [tokens - 1], 1 for the likeliest token of its place.
+        alternatives: the likeliest tokens at each of these places.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    alternatives: Alternatives
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of sampling tokens.
@@ -116,6 +132,8 @@ class SamplingParams:
         stop_ids: each of these tokens ends the completion and is its last token.
         stop_strings: the completion ends with the token that completes one of these.
         alternatives: whether to return the likeliest tokens at every place.
+        prompt_scores: whether to return the log-probs of the prompt's tokens; all of
+            it is prefilled then, whatever the cache holds.
     """
 
     temperature: float = 1.0
@@ -126,6 +144,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     alternatives: bool = False
+    prompt_scores: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
@@ -231,6 +250,8 @@ class Completion:
         alternatives: of each token; None if the request did not ask for them.
         refused: whether it failed by its request's own constraint, which allowed no
             next token.
+        prompt: of the first sample of a request that asks for them, once it has
+            sampled a token; else None.
     """
 
     prompt_id: int
@@ -240,6 +261,7 @@ class Completion:
     error: str = ""
     alternatives: Alternatives | None = None
     refused: bool = False
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True)

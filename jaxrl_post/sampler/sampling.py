@@ -6,8 +6,9 @@ device gathers the logits of others.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ __all__ = [
     "Drawing",
     "Sampled",
     "SamplingArrays",
+    "over_vocab",
     "sample",
     "sample_next",
     "uniform_numbers",
@@ -153,19 +155,34 @@ def sample(
         tokens, logprobs = draw(logits, uniforms, sampling.temperature, rules)
         return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
     part = functools.partial(_sample, drawing)
+    return over_vocab(part, rules, logits, uniforms, sampling, allowed)
+
+
+def over_vocab(
+    part: Callable[..., Any], rules: Rules, logits: Array, *by_row: Any
+) -> Any:
+    """Calls a function of logits on each device with its part of the vocabulary.
+
+    Args:
+        part: function of logits and arrays by row; its `axes` are those that split the
+            vocabulary.
+        rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
+        logits: [rows, vocab].
+        by_row: trees of arrays [rows, ...].
+    """
     mesh = jax.sharding.get_abstract_mesh()
     vocab: tuple[str, ...] = ()
     if not (mesh.empty or mesh.size == 1):
         vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
     if not vocab:
-        return part(logits, uniforms, sampling, allowed)
+        return part(logits, *by_row)
     batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
     return jax.shard_map(
         functools.partial(part, axes=vocab),
-        in_specs=(P(*batch, vocab), batch, batch, batch),
+        in_specs=(P(*batch, vocab), *[batch] * len(by_row)),
         out_specs=batch,
         check_vma=False,
-    )(logits, uniforms, sampling, allowed)
+    )(logits, *by_row)
 
 
 def _sample(

@@ -24,6 +24,7 @@ from jaxrl_post.sampler.requests import (
     SampleId,
     Unfinished,
 )
+from jaxrl_post.sampler.scores import Scoring
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
@@ -43,6 +44,7 @@ class Sample:
         own: the segment of what it samples; None while it waits.
         constraint: which token may come next; None for any.
         alternatives: of the tokens so far; None if not asked for.
+        scoring: the scores of its prompt; None if it has none to compute.
     """
 
     request: Request
@@ -53,6 +55,7 @@ class Sample:
     own: Segment | None = None
     constraint: Constraint | None = None
     alternatives: Alternatives | None = None
+    scoring: Scoring | None = None
 
     @classmethod
     def of(cls, request: Request, sample_index: int) -> "Sample":
@@ -88,13 +91,22 @@ class Sample:
         return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
+    def scores(self) -> bool:
+        """Whether the prompt is scored with this sample, the first of its request."""
+        first = self.sample_index == self.request.first_sample
+        return first and self.request.sampling.prompt_scores
+
+    @property
     def ready(self) -> bool:
         """Whether the keys and values of its context have been computed."""
         return _computed(self.path)
 
     def finished(self, reason: FinishReason, error: str = "") -> Completion:
         """The completion of this sample."""
-        return Completion(*self.id, self.tokens, reason, error, self.alternatives)
+        scores = None if self.scoring is None else self.scoring.found
+        return Completion(
+            *self.id, self.tokens, reason, error, self.alternatives, prompt=scores
+        )
 
     @property
     def unfinished(self) -> Unfinished:
@@ -474,11 +486,13 @@ class Scheduler:
     def _start(self, sample: Sample) -> bool:
         """Gives a sample a slot and pages; False if there is no room now."""
         context = [*sample.request.prompt, *sample.tokens.ids.tolist()]
+        # Keys in the cache say nothing of the tokens that came after them.
+        kept = () if sample.scores else context
         loads = [0] * len(self.trees)
         for other in self.running:
             loads[other.part] += 1
         open_parts = [p for p, load in enumerate(loads) if load < self._slots]
-        found = [(part, self.trees[part].match(context)) for part in open_parts]
+        found = [(part, self.trees[part].match(kept)) for part in open_parts]
         # A sample goes where most of its context is, and otherwise where most is free.
         found.sort(key=lambda item: loads[item[0]])
         found.sort(key=lambda item: -_shared(item[1], len(context)))
@@ -502,6 +516,8 @@ class Scheduler:
         tree.pin(path)
         if rest:
             segment = tree.begin(path, rest, pages_for(len(rest)))
+            if sample.scores:
+                segment.scoring = sample.scoring = Scoring.of(sample.request)
             self._pending.append((part, segment, path))
             path = (*path, (segment, len(rest)))
         sample.part, sample.path = part, path
