@@ -133,7 +133,6 @@ def test_a_chat_that_makes_no_sense(url, body, said):
         ({"prompt": []}, "give 1 to 128 prompts; got 0"),
         ({"prompt": [[]]}, "an empty prompt"),
         ({"prompt": ["x", ""], "add_special_tokens": False}, "an empty prompt"),
-        ({"prompt": "x", "echo": True}, "echo: this sampler does not have it"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [320]}, "token ids must lie in 0..319"),
         ({"prompt": [320], "stream": True}, "token ids must lie in 0..319"),
