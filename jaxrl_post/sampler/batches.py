@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.limits import no_changes
 from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
@@ -155,6 +156,7 @@ def rows(
         allowed=np.full((count, words), -1, np.int32).view(np.uint32)
         if words
         else None,
+        changes=no_changes(count, burst.changes) if burst.changes else None,
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -164,7 +166,7 @@ def rows(
             sampling = request.sampling
             progress.tokens[row] = sample.last
             progress.positions[row] = sample.position
-            remaining = min(sample.remaining, 1) if constrained else sample.remaining
+            remaining = min(sample.remaining, 1) if burst.single else sample.remaining
             progress.remaining[row] = made.remaining[row] = remaining
             progress.counts[row] = own.computed
             noise_id = request.noise_id
@@ -181,6 +183,11 @@ def rows(
             if said is not None:
                 tokens = (*request.prompt, *sample.tokens.ids.tolist())
                 said[row, : len(tokens)] = tokens
+            if made.changes is not None and sampling.changes:
+                for whole, own_changes in zip(
+                    made.changes, sample.changes, strict=True
+                ):
+                    whole[row, : len(own_changes)] = own_changes
             if made.allowed is not None and sample.constraint is not None:
                 made.allowed[row] = sample.constraint.allowed()
     return made

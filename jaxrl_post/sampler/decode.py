@@ -25,6 +25,7 @@ from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
 from jaxrl_post.sampler.drafting import Draft, propose
 from jaxrl_post.sampler.guessing import look_up
+from jaxrl_post.sampler.limits import Changes
 from jaxrl_post.sampler.pages import (
     Pages,
     Shared,
@@ -113,6 +114,8 @@ class Rows:
         allowed: uint32, the tokens that the first step may draw, as in
             `sampling.sample`; None if no row is constrained. A burst with constraints
             has one step, since the host must see a token to tell what may follow.
+        changes: of logits, as in `sampling.sample`; None if no row has any. With
+            penalties a burst has one step, too.
     """
 
     progress: Progress
@@ -126,6 +129,7 @@ class Rows:
     shared: Shared
     history: Int[HostOrDevice, "rows history"] | None = None
     allowed: UInt[HostOrDevice, "rows words"] | None = None
+    changes: Changes | None = None
 
 
 @struct.dataclass
@@ -357,7 +361,8 @@ def _burst(
         # The noise is keyed by the position of the drawn token, not of the fed one.
         return uniform_numbers(sample_keys, at + 1)
 
-    options: Any = {"drawing": drawing, "allowed": rows.allowed, "rules": rules}
+    options: Any = {"drawing": drawing, "rules": rules}
+    options |= {"allowed": rows.allowed, "changes": rows.changes}
 
     def draw(hidden: Array, uniforms: Array, active: Array) -> Emitted:
         """The tokens that these numbers select, [count, width]."""

@@ -5,7 +5,6 @@ logits a few at a time; of these a token's log-prob, its rank and the likeliest 
 are kept.
 """
 
-import functools
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from jaxrl_post.sampler.requests import (
     PromptScores,
     Request,
 )
-from jaxrl_post.sampler.sampling import over_vocab
+from jaxrl_post.sampler.sampling import entry_of, over_vocab
 from jaxrl_post.sampler.truncation import likeliest
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int
@@ -96,13 +95,9 @@ def _scores(
 ) -> Scores:
     """`token_scores` of the logits that a device has, whose vocabulary `axes` split."""
     scaled, _, _, normalizer = weigh(logits, temperature, axes)
-    own = scaled.shape[0]
-    total = functools.partial(jax.lax.psum, axis_name=axes) if axes else lambda a: a
-    place = tokens - jax.lax.axis_index(axes) * own if axes else tokens
-    here = (place >= 0) & (place < own)
-    chosen = jnp.take_along_axis(scaled, jnp.clip(place, 0, own - 1)[None], axis=0)[0]
-    chosen = total(jnp.where(here, chosen, 0.0))
-    ranks = 1 + total((scaled > chosen).sum(axis=0, dtype=jnp.int32))
+    chosen = entry_of(scaled, tokens, axes)
+    above = (scaled > chosen).sum(axis=0, dtype=jnp.int32)
+    ranks = 1 + (jax.lax.psum(above, axes) if axes else above)
     # From the same logits: the likeliest token's own log-prob is the first of these.
     found = likeliest(scaled, MOST_ALTERNATIVES, axes)
     others = found.logits - normalizer[:, None]

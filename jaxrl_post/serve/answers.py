@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.sampler.requests import Alternatives, Constraint, FinishReason
 from jaxrl_post.serve import scored
@@ -245,6 +246,7 @@ def sampling_of(
         "top_p": fields.top_p,
         "top_k": None if fields.top_k is None else max(fields.top_k, 0),
         "min_p": fields.min_p,
+        "repetition_penalty": fields.repetition_penalty,
     }
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     named = () if fields.ignore_eos else served.tokenizer.stop_ids
@@ -262,10 +264,35 @@ def sampling_of(
             stop_ids=tuple(ids),
             stop_strings=tuple(texts),
             alternatives=alternatives,
+            min_tokens=fields.min_tokens,
+            bad_words=_words(served, fields.bad_words),
+            logit_bias=tuple(fields.logit_bias.items()),
+            frequency_penalty=fields.frequency_penalty,
+            presence_penalty=fields.presence_penalty,
             prompt_scores=prompt_scores,
         )
     except ValueError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _words(served: Served, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of bad words, each as it begins a text and as it follows a space.
+
+    Raises:
+        ApiError: a word that has no tokens, or is no text.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            try:
+                ids, _ = served.tokenizer.encode_with_begins(text, after=True)
+            except TokenizerError as error:
+                raise ApiError(400, f"bad_words: {error}", param="bad_words") from error
+            # A space of its own is no part of the word.
+            if ids and not (text != bare and served.tokenizer.decode(ids[:1]) == " "):
+                found[ids] = None
+    return tuple(found)
 
 
 def _check_stops(served: Served, stops: Sequence[str]) -> None:

@@ -133,6 +133,7 @@ class _Asked(answers.Asked):
                     sampling.stop_strings,
                     not fields.skip_special_tokens,
                     served.form.marks(tools=bool(tools)),
+                    sampling.min_tokens,
                 ),
                 thinking,
                 bool(tools),

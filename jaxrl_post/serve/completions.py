@@ -103,7 +103,12 @@ class _Asked(answers.Asked):
             recorded, first = recorder.begin(served, wanted[0])
             wanted, sampling = [first], first.sampling
         special = not fields.skip_special_tokens
-        texts = Texts(served.tokenizer, sampling.stop_strings, special)
+        texts = Texts(
+            served.tokenizer,
+            sampling.stop_strings,
+            special,
+            least=sampling.min_tokens,
+        )
         return cls(served, fields, wanted, recorded, texts)
 
     def extras(

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from jaxrl_post.sampler.requests import MOST_ALTERNATIVES, MOST_FLOAT, MOST_INT
+from jaxrl_post.sampler.sizes import MOST_BIASES
 
 __all__ = [
     "MOST_TOLD",
@@ -42,6 +43,7 @@ __all__ = [
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+MOST_WORDS = 128
 MOST_MESSAGES = 16_384
 MOST_PARTS = 16_384
 MOST_TOOLS = 1_024
@@ -74,7 +76,9 @@ type Parts = Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_PARTS)
 type TopK = Annotated[int, Field(ge=-1, le=MOST_INT)]
 type TopLogprobs = Annotated[int | None, Field(ge=0, le=MOST_ALTERNATIVES)]
 type Nothing = Annotated[Any, _neutral(None)]
-type Unsupported0 = Annotated[float | None, _neutral(0)]
+type Penalty = Annotated[float, Field(ge=-2, le=2)]
+type BiasedId = Annotated[int, Field(ge=0, le=MOST_INT)]
+type Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Read(BaseModel):
@@ -172,16 +176,16 @@ class AllSampling(_Read):
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
-    frequency_penalty: Unsupported0 = None
-    presence_penalty: Unsupported0 = None
-    repetition_penalty: Annotated[float | None, _neutral(1)] = None
-    logit_bias: Annotated[Any, _neutral({})] = None
+    frequency_penalty: Penalty = 0
+    presence_penalty: Penalty = 0
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MOST_BIASES)] = {}
     best_of: Annotated[int | None, _neutral(1)] = None
     use_beam_search: Annotated[bool, _neutral(False)] = False
-    min_tokens: Annotated[int | None, _neutral(0)] = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_INT)] = 0
     prompt_logprobs: TopLogprobs = None
     allowed_token_ids: Nothing = None
-    bad_words: Annotated[Any, _neutral([])] = None
+    bad_words: Annotated[list[Stop], FIRST, Field(max_length=MOST_WORDS)] = []
 
 
 class SamplingFields(AllSampling):
