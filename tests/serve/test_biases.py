@@ -72,7 +72,7 @@ def test_what_is_asked_for_reaches_the_sampler(url, served, route):
 
 def test_penalties_make_a_sample_repeat_itself_less(url):
     def most(**options):
-        [choice] = ask(url, ignore_eos=True, max_tokens=40, **options)
+        [choice] = ask(url, ignore_eos=True, max_tokens=20, **options)
         return max(collections.Counter(choice["token_ids"]).values())
 
     assert most(logit_bias={"65": 3}, frequency_penalty=2) < most(logit_bias={"65": 3})
