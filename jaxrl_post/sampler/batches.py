@@ -42,8 +42,8 @@ def scored_calls(
         split: parts of the mesh.
 
     Yields:
-        The rows, what follows their tokens, and who gets the scores of how many
-        tokens of which row.
+        The rows, what follows their tokens, and each prompt's scoring with the row of
+        its chunk and the number of tokens.
     """
     for parts, count, length in _batched(chunks, sizes, split):
         tokens = np.zeros((split * count, length), np.int32)

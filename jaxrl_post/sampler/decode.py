@@ -380,9 +380,7 @@ def _burst(
                 log_masses = jnp.where(recorded, log_masses, drawn.log_masses)
                 drawn = drawn._replace(log_masses=log_masses)
         else:
-            drawn = sample_next(
-                params, config, hidden, uniforms, sampling, kernels=kernels, **options
-            )
+            drawn = sample_next(params, config, hidden, uniforms, sampling, **options)
         return jax.tree.map(
             lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
         )

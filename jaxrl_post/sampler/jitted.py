@@ -212,7 +212,7 @@ class DeviceFunctions:
         """
         return device.Burst(
             self.sizes.steps_per_call,
-            Drawing(truncate, self.sizes.kept_ids, alternatives),
+            Drawing(truncate, self.sizes.kept_ids, alternatives, self.kernels),
             self.split,
             self.sizes.exact,
             guesses,

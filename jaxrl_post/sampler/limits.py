@@ -1,4 +1,4 @@
-"""What a request asks of its tokens beyond a distribution: limits, biases, penalties.
+"""Limits, biases and penalties of a request's tokens.
 
 Limits forbid tokens, as a constraint does. Biases and penalties change logits, of the
 tokens that a request names or that a sample has; the host lists them before each step,
@@ -105,7 +105,7 @@ def constraint_of(request: Request, vocab_size: int) -> Constraint | None:
 
 
 def first_stop(text: str, stops: Sequence[str], early: int = 0) -> int | None:
-    """Where the first stop string begins; None without any.
+    """The place at which the first stop string begins; None without any.
 
     Args:
         text: of a sample.

@@ -144,7 +144,7 @@ class SamplingParams:
             has, or that were sampled, and multiplies their negative ones (CTRL,
             arXiv:1909.05858).
         prompt_scores: whether to return the log-probs of the prompt's tokens; all of
-            it is prefilled then, whatever the cache holds.
+            it is prefilled then, even if the cache has its beginning.
     """
 
     temperature: float = 1.0

@@ -50,11 +50,13 @@ class Drawing:
         truncate: False requires that no row uses top-k, top-p or min-p.
         kept_ids: ids of `Sampled.kept`, with `truncate` or `allowed`; 0 for none.
         alternatives: ids of `Sampled.alternatives`; 0 for none.
+        kernels: as in `next_token`.
     """
 
     truncate: bool
     kept_ids: int = 0
     alternatives: int = 0
+    kernels: Implementation = "auto"
 
 
 class Sampled(NamedTuple):
@@ -92,7 +94,6 @@ def sample_next(
     allowed: UInt[Array, "rows words"] | None = None,
     changes: Changes | None = None,
     rules: Rules = DEFAULT_RULES,
-    kernels: Implementation = "auto",
 ) -> Sampled:
     """`sample` of the logits of hidden states, which need not be in memory.
 
@@ -106,7 +107,6 @@ def sample_next(
         allowed: as in `sample`.
         changes: as in `sample`.
         rules: as in `sample`.
-        kernels: static, as in `next_token`.
     """
     cuts = drawing.truncate or allowed is not None or changes is not None
     if cuts or drawing.alternatives:
@@ -121,7 +121,7 @@ def sample_next(
         divisor=config.logit_divisor,
         softcap=config.logit_softcap,
         rules=rules,
-        implementation=kernels,
+        implementation=drawing.kernels,
     )
     return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
 

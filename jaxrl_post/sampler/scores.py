@@ -46,7 +46,7 @@ class Targets(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of the tokens of `Targets`; the fields are those of `PromptScores`."""
+    """Scores of the tokens of `Targets`, with the fields of `PromptScores`."""
 
     logprobs: Float[HostOrDevice, "rows length"]
     ranks: Int[HostOrDevice, "rows length"]

@@ -130,7 +130,7 @@ class _Asked(answers.Asked):
         return self._choice(update, self.text(update))
 
     def text(self, update: SampleUpdate) -> str:
-        """The text of a sample, after that of its prompt if it is to be echoed."""
+        """The text of a sample; with `echo` its prompt's text comes first."""
         text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
         if not self.fields.echo:
             return text

@@ -87,7 +87,7 @@ def test_the_frequencies_are_those_of_the_changed_logits(allowed, temperature, t
         drawn[drawn < np.sort(drawn)[-top_k]] = -np.inf
     counts = np.bincount(np.asarray(out.tokens), minlength=70) / rows
     np.testing.assert_allclose(counts, softmax(drawn), atol=1e-3)
-    # What is recorded: the model's own log-prob, and the drawn distribution's.
+    # The model's own log-prob is recorded, and the drawn distribution's.
     tokens = np.asarray(out.tokens)
     every = log_softmax(np.float64(scores) / temperature)
     np.testing.assert_allclose(out.logprobs, every[tokens], atol=1e-5)

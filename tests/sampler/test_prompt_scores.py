@@ -1,4 +1,4 @@
-"""A prompt's log-probs are the model's, whatever the cache holds."""
+"""A prompt's log-probs are the model's, also if the cache has its beginning."""
 
 import dataclasses
 
@@ -44,13 +44,13 @@ def asked(prompt_id, prompt, *, count=2, **fields):
 
 
 def expected(params, prompt, temperature=1.0):
-    """Of each token from the second on: all log-probs of its place, in float64."""
+    """All log-probs at the place of each token from the second on, in float64."""
     every = log_softmax(all_logits(params, prompt) / temperature, axis=-1)
     return every[: len(prompt) - 1]
 
 
 def all_logits(params, prompt):
-    """What comes behind a token changes nothing, and so rows have one length."""
+    """All rows have one length: padding behind a token changes nothing."""
     row = jnp.asarray([[*prompt, *[0] * (48 - len(prompt))]], jnp.int32)
     hidden = forward(params, tiny.CONFIG, row)[0]
     return np.asarray(logits(params, tiny.CONFIG, hidden), np.float64)
@@ -107,7 +107,7 @@ def test_what_the_cache_holds_changes_nothing(params):
     alone = engine.generate(params, [asked(2, LONG)])[0]
     before = engine.prefilled_tokens
     [after] = engine.generate(params, [plain])
-    # What was scored is in the cache, for others.
+    # The scored prompt is in the cache, for others.
     assert engine.prefilled_tokens == before
     again = engine.generate(params, [asked(2, LONG)])[0]
     assert engine.prefilled_tokens == before + len(LONG)

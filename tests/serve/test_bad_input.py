@@ -104,7 +104,7 @@ def refused(answer, status=400):
             "min_tokens must be at most max_tokens, 4; got 5",
         ),
         ({"messages": ASK, "bad_words": [""]}, "bad_words.0: String should have"),
-        ({"messages": ASK, "bad_words": ["\ud83d"]}, "half of a surrogate pair"),
+        ({"messages": ASK, "bad_words": ["\ud83d"]}, "bad_words.0: Input should be"),
         (
             {
                 "messages": ASK,

@@ -45,7 +45,7 @@ def ids(tokenizer):
 
 
 def harness(prompt):
-    """What lm-evaluation-harness 0.4.13 sends, of `local-completions`."""
+    """A request of lm-evaluation-harness 0.4.13, model `local-completions`."""
     return {
         "model": "tiny",
         "prompt": prompt,
