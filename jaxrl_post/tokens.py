@@ -31,7 +31,8 @@ class Tokens:
         logprobs: float32 log-probabilities under the sampler's full softmax; 0 for a
             token that was not sampled.
         log_masses: float32 log of the probability mass that top-k, top-p and min-p
-            kept; 0 where nothing was cut or sampled.
+            kept, or what else `logprobs` exceed the drawn distribution's by; 0 where
+            nothing was cut or sampled.
         versions: int32 version of the sampling parameters; -1 if not sampled.
         sampled: bool, True if the policy sampled the token. Only these are trained on.
         kept: int32 [tokens, most], ids of the tokens that top-k, top-p and min-p kept,

@@ -9,7 +9,7 @@ from jaxrl_post.data.tokenizer_files import TokenizerError, read_settings
 
 __all__ = ["GenerationDefaults", "not_done", "read_generation_defaults"]
 
-# Settings that the sampler lacks, with the values that have no effect in transformers.
+# Settings that are not taken over, with the values that have no effect in transformers.
 NEUTRAL = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -50,7 +50,7 @@ class GenerationDefaults:
         min_p: minimum share of the top token's probability, in [0, 1].
         max_tokens: maximum number of tokens to sample.
         stop_strings: texts that end a completion.
-        unsupported: settings that change sampling, but that the sampler lacks.
+        unsupported: settings that change sampling, but that are not taken over.
     """
 
     temperature: float | None = None
@@ -74,8 +74,8 @@ def not_done(unsupported: Mapping[str, Any]) -> str:
         return ""
     asked = ", ".join(f"{name} {value}" for name, value in unsupported.items())
     return (
-        f"not done: generation_config.json asks for {asked}, which the sampler does "
-        "not have"
+        f"not done: generation_config.json asks for {asked}, which is not taken over "
+        "from there"
     )
 
 

@@ -24,6 +24,8 @@ None means that all have one. All raise ValueError where a hyperparameter is out
 range.
 """
 
+import sys
+
 from jaxrl_post.losses import (
     arguments,
     correction,
@@ -91,3 +93,7 @@ __all__ = [
     "value",
     "whitening",
 ]
+
+# Its folders keep files apart. The names by which the documentation calls a module are
+# names to import from, too: `from jaxrl_post.losses.advantages import group_mean`.
+sys.modules.update({f"{__name__}.{name}": globals()[name] for name in __all__})

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.limits import no_changes
 from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Burst, Chunk
+from jaxrl_post.sampler.scores import Scoring, Targets
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 
-__all__ = ["prefill_calls", "rows"]
+__all__ = ["prefill_calls", "rows", "scored_calls"]
 
 
 def prefill_calls(
@@ -25,6 +27,44 @@ def prefill_calls(
         sizes: the engine's sizes.
         split: parts of the mesh.
     """
+    for parts, count, length in _batched(chunks, sizes, split):
+        yield _prefill_rows(parts, count, length, sizes)
+
+
+def scored_calls(
+    chunks: list[Chunk], sizes: EngineConfig, split: int
+) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[Scoring, int, int]]]]:
+    """Makes the arguments of calls that also score the tokens of their chunks.
+
+    Args:
+        chunks: chunks of segments with `scoring`.
+        sizes: the engine's sizes.
+        split: parts of the mesh.
+
+    Yields:
+        The rows, what follows their tokens, and each prompt's scoring with the row of
+        its chunk and the number of tokens.
+    """
+    for parts, count, length in _batched(chunks, sizes, split):
+        tokens = np.zeros((split * count, length), np.int32)
+        temperature = np.ones((split * count,), np.float32)
+        takers: list[tuple[Scoring, int, int]] = []
+        for part, found in enumerate(parts):
+            for row, chunk in enumerate(found, part * count):
+                scoring = chunk.segment.scoring
+                assert scoring is not None
+                after = chunk.segment.tokens[chunk.first + 1 :][: chunk.size]
+                tokens[row, : len(after)] = after
+                temperature[row] = scoring.divisor
+                takers.append((scoring, row, chunk.size))
+        rows = _prefill_rows(parts, count, length, sizes)
+        yield rows, Targets(tokens, temperature), takers
+
+
+def _batched(
+    chunks: list[Chunk], sizes: EngineConfig, split: int
+) -> Iterator[tuple[list[list[Chunk]], int, int]]:
+    """Each call's chunks by part of the mesh, its rows per part, and their length."""
     alike: dict[tuple[int, int], list[Chunk]] = collections.defaultdict(list)
     for chunk in chunks:
         alike[chunk.wave, sizes.chunk(chunk.size)].append(chunk)
@@ -32,7 +72,7 @@ def prefill_calls(
         parts = [[c for c in waiting if c.part == part] for part in range(split)]
         while most := max(map(len, parts)):
             count = sizes.prefill_rows(length, most, split)
-            yield _prefill_rows([part[:count] for part in parts], count, length, sizes)
+            yield [part[:count] for part in parts], count, length
             parts = [part[count:] for part in parts]
 
 
@@ -116,6 +156,7 @@ def rows(
         allowed=np.full((count, words), -1, np.int32).view(np.uint32)
         if words
         else None,
+        changes=no_changes(count, burst.changes) if burst.changes else None,
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -125,7 +166,7 @@ def rows(
             sampling = request.sampling
             progress.tokens[row] = sample.last
             progress.positions[row] = sample.position
-            remaining = min(sample.remaining, 1) if constrained else sample.remaining
+            remaining = min(sample.remaining, 1) if burst.single else sample.remaining
             progress.remaining[row] = made.remaining[row] = remaining
             progress.counts[row] = own.computed
             noise_id = request.noise_id
@@ -142,6 +183,11 @@ def rows(
             if said is not None:
                 tokens = (*request.prompt, *sample.tokens.ids.tolist())
                 said[row, : len(tokens)] = tokens
+            if made.changes is not None and sampling.changes:
+                for whole, own_changes in zip(
+                    made.changes, sample.changes, strict=True
+                ):
+                    whole[row, : len(own_changes)] = own_changes
             if made.allowed is not None and sample.constraint is not None:
                 made.allowed[row] = sample.constraint.allowed()
     return made

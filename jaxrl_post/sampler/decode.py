@@ -25,6 +25,7 @@ from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
 from jaxrl_post.sampler.drafting import Draft, propose
 from jaxrl_post.sampler.guessing import look_up
+from jaxrl_post.sampler.limits import Changes
 from jaxrl_post.sampler.pages import (
     Pages,
     Shared,
@@ -45,7 +46,16 @@ from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int, Key, UInt
 
-__all__ = ["Burst", "Emitted", "PrefillRows", "Progress", "Rows", "decode", "prefill"]
+__all__ = [
+    "Burst",
+    "Emitted",
+    "PrefillRows",
+    "Progress",
+    "Rows",
+    "decode",
+    "prefill",
+    "prefill_states",
+]
 
 
 @struct.dataclass
@@ -104,6 +114,8 @@ class Rows:
         allowed: uint32, the tokens that the first step may draw, as in
             `sampling.sample`; None if no row is constrained. A burst with constraints
             has one step, since the host must see a token to tell what may follow.
+        changes: of logits, as in `sampling.sample`; None if no row has any. With
+            penalties a burst has one step, too.
     """
 
     progress: Progress
@@ -117,6 +129,7 @@ class Rows:
     shared: Shared
     history: Int[HostOrDevice, "rows history"] | None = None
     allowed: UInt[HostOrDevice, "rows words"] | None = None
+    changes: Changes | None = None
 
 
 @struct.dataclass
@@ -178,9 +191,22 @@ def prefill(
         exact: static; whether the keys' bits depend on their paths alone.
         kernels: static, as in `models.forward`.
     """
-    count, length = rows.tokens.shape
     if exact:
         return _prefill_exactly(params, config, pages, rows, rules)
+    return prefill_states(params, config, pages, rows, rules, kernels=kernels)[0]
+
+
+def prefill_states(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    pages: Pages,
+    rows: PrefillRows,
+    rules: Rules,
+    *,
+    kernels: Implementation = "auto",
+) -> tuple[Pages, Float[Array, "rows length hidden"]]:
+    """`prefill`, which is not exact; also returns the final hidden states."""
+    count, length = rows.tokens.shape
     zeros = KVCache.zeros(config, count, length, pages.dtype)
     shared = (
         None if rows.shared is None else read_shared(config, pages, rows.shared, rules)
@@ -188,7 +214,7 @@ def prefill(
     starts = jnp.asarray(rows.starts)
     view = dataclasses.replace(zeros, starts=starts, shared=shared)
     positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
-    _, view = forward(
+    hidden, view = forward(
         params,
         config,
         jnp.asarray(rows.tokens),
@@ -198,7 +224,8 @@ def prefill(
         execution=Execution(kernels=kernels),
     )
     first = jnp.zeros((count,), jnp.int32)
-    return write_pages(config, pages, view, rows.pages, first, length // PAGE, rules)
+    places = rows.pages, first, length // PAGE, rules
+    return write_pages(config, pages, view, *places), hidden
 
 
 def decode(
@@ -334,7 +361,8 @@ def _burst(
         # The noise is keyed by the position of the drawn token, not of the fed one.
         return uniform_numbers(sample_keys, at + 1)
 
-    options: Any = {"drawing": drawing, "allowed": rows.allowed, "rules": rules}
+    options: Any = {"drawing": drawing, "rules": rules}
+    options |= {"allowed": rows.allowed, "changes": rows.changes}
 
     def draw(hidden: Array, uniforms: Array, active: Array) -> Emitted:
         """The tokens that these numbers select, [count, width]."""
@@ -352,9 +380,7 @@ def _burst(
                 log_masses = jnp.where(recorded, log_masses, drawn.log_masses)
                 drawn = drawn._replace(log_masses=log_masses)
         else:
-            drawn = sample_next(
-                params, config, hidden, uniforms, sampling, kernels=kernels, **options
-            )
+            drawn = sample_next(params, config, hidden, uniforms, sampling, **options)
         return jax.tree.map(
             lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
         )

@@ -87,9 +87,8 @@ def propose(
             hidden[:, 0],
             uniform,
             sampling,
-            Drawing(truncate),
+            Drawing(truncate, kernels=kernels),
             rules=rules,
-            kernels=kernels,
         )
         return (drawn.tokens, cache), drawn.tokens
 

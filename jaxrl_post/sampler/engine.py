@@ -22,6 +22,7 @@ from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.guessing import Guessing
 from jaxrl_post.sampler.jitted import shared_functions
+from jaxrl_post.sampler.limits import first_stop
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
@@ -32,8 +33,9 @@ from jaxrl_post.sampler.requests import (
     SampleId,
     Unfinished,
 )
-from jaxrl_post.sampler.scheduler import Burst, Sample, Scheduler
-from jaxrl_post.sampler.sizes import EngineConfig
+from jaxrl_post.sampler.samples import Sample
+from jaxrl_post.sampler.scheduler import Burst, Scheduler
+from jaxrl_post.sampler.sizes import MOST_BIASES, EngineConfig
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, place
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import Array, PyTree
@@ -146,7 +148,7 @@ class Engine:
             )
         self._functions = shared_functions(config, sizes, *settings, drafting, kernels)
         self._compiled_before = self._compiled
-        self.scheduler = Scheduler(sizes, self._functions.split)
+        self.scheduler = Scheduler(sizes, self._functions.split, config.vocab_size)
         with self._own_mesh():
             replicate = jax.jit(
                 lambda key: key, out_shardings=self._functions.replicated
@@ -204,7 +206,9 @@ class Engine:
 
         Raises:
             ValueError: an empty or too long prompt, too many tokens or stop ids, an id
-                outside the vocabulary, or stop strings without `detokenize`.
+                outside the vocabulary, stop strings without `detokenize`, more
+                `min_tokens` than `max_tokens`, too many biases, or what exact mode does
+                not have.
         """
         sizes, sampling = self.sizes, request.sampling
         where = f"request {request.prompt_id}"
@@ -234,13 +238,38 @@ class Engine:
                 f"got {len(sampling.stop_ids)}"
             )
         vocab = self.config.vocab_size
-        for what, ids in (("token", request.prompt), ("stop", sampling.stop_ids)):
+        if request.num_sampled + sampling.max_tokens < sampling.min_tokens:
+            raise ValueError(
+                f"{where}: min_tokens must be at most max_tokens, "
+                f"{sampling.max_tokens}; got {sampling.min_tokens}"
+            )
+        if len(sampling.logit_bias) > MOST_BIASES:
+            raise ValueError(
+                f"{where}: logit_bias has at most {MOST_BIASES} tokens; got "
+                f"{len(sampling.logit_bias)}"
+            )
+        if sampling.changes and sizes.exact:
+            raise ValueError(
+                f"{where}: an exact engine has no logit_bias and no penalties; leave "
+                "them out"
+            )
+        for what, ids in (
+            ("token", request.prompt),
+            ("stop", sampling.stop_ids),
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+        ):
             bad = [t for t in ids if not 0 <= t < vocab]
             if bad:
                 raise ValueError(
                     f"{where}: {what} ids must lie in 0..{vocab - 1}; got {bad[0]}. Is "
                     "this the model's tokenizer?"
                 )
+        if sampling.prompt_scores and sizes.exact:
+            raise ValueError(
+                f"{where}: an exact engine does not score prompts; score them without "
+                "exact, or with scoring.logprobs"
+            )
         if sampling.stop_strings and self._detokenize is None:
             raise ValueError(f"{where}: stop_strings need an Engine with detokenize")
 
@@ -292,9 +321,9 @@ class Engine:
                     self._prefill(params)
                 self._decode(params, burst, version)
             last = self._running[-1]
-            if last.guesses or last.burst.constrained:
-                # The next pass's guesses, or allowed tokens, depend on what the host
-                # has yet to see.
+            if last.guesses or last.burst.single:
+                # The next pass's guesses, or what may come and how likely, depend on
+                # what the host has yet to see.
                 return
             following = self.scheduler.ahead(last.burst)
             if following is not None:
@@ -317,6 +346,8 @@ class Engine:
                 if sample.own is None:
                     # It had ended before, as far as the host can tell.
                     continue
+                if sample.scoring is not None:
+                    sample.scoring.fetch()
                 row = part * running.burst.slots + index
                 count = int((emitted.tokens[:, row] >= 0).sum())
                 tokens = Tokens.generated(
@@ -385,8 +416,17 @@ class Engine:
 
     def _prefill(self, params: DecoderParams[Array]) -> None:
         """Starts what can start, and computes a chunk of what it lacks."""
-        chunks = self.scheduler.prefill()
-        for rows in batches.prefill_calls(chunks, self.sizes, self._functions.split):
+        chunks, split = self.scheduler.prefill(), self._functions.split
+        # They follow nothing, and others may follow them.
+        scored = [chunk for chunk in chunks if chunk.segment.scoring is not None]
+        for rows, targets, takers in batches.scored_calls(scored, self.sizes, split):
+            self._pages, scores = self._functions.score(
+                params, self._pages, rows, targets
+            )
+            for scoring, row, size in takers:
+                scoring.add(scores, row, size)
+        chunks = [chunk for chunk in chunks if chunk.segment.scoring is None]
+        for rows in batches.prefill_calls(chunks, self.sizes, split):
             self._pages = self._functions.prefill(params, self._pages, rows)
 
     def _decode(
@@ -399,7 +439,7 @@ class Engine:
         """Starts a burst, with the progress of the one before it if that is running."""
         split, by_row = self._functions.split, self._functions.by_row
         guesses = 0
-        if before is None and not burst.constrained:
+        if before is None and not (burst.single or burst.changes):
             guesses = self.guessing.guesses(split * burst.slots)
         drafting: tuple[Any, ...] = ()
         if guesses and self._draft is not None:
@@ -493,17 +533,21 @@ class Engine:
 
     def _stop_string_end(self, running: Sample, new: int) -> int | None:
         """Number of tokens up to and including the one that completes a stop string."""
-        request = running.request
-        stop_strings = request.sampling.stop_strings
+        request, sampling = running.request, running.request.sampling
+        stop_strings = sampling.stop_strings
         if not stop_strings or self._detokenize is None or not new:
             return None
         # Tokens sampled before a cancellation may hold the start of a stop string.
         before = request.prompt[len(request.prompt) - request.num_sampled :]
         tokens = [*before, *running.tokens.ids.tolist()]
 
+        detokenize, early = self._detokenize, 0
+        if sampling.min_tokens:
+            early = len(detokenize(tokens[: sampling.min_tokens]))
+
         def complete(count: int) -> bool:
-            text = self._detokenize(tokens[:count])  # type: ignore[misc]
-            return any(stop in text for stop in stop_strings)
+            text = detokenize(tokens[:count])
+            return first_stop(text, stop_strings, early) is not None
 
         if not complete(len(tokens)):
             return None

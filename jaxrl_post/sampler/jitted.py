@@ -19,6 +19,7 @@ from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.sampling import Drawing
+from jaxrl_post.sampler.scores import token_scores
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import Rules, partition_spec, split_size
 from jaxrl_post.types import PyTree
@@ -28,7 +29,7 @@ __all__ = ["DeviceFunctions", "shared_functions"]
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """Jitted `empty`, `prefill` and `decode` for one model and its sizes.
+    """Jitted `empty`, `prefill`, `score` and `decode` for one model and its sizes.
 
     Every function but `empty` donates the cache. Nothing is compiled before a call.
 
@@ -150,6 +151,23 @@ class DeviceFunctions:
         return jax.jit(prefill, donate_argnums=1, out_shardings=self.pages_shardings)
 
     @cached_property
+    def score(self) -> Any:
+        """Function of (params, pages, rows, targets): `prefill`'s pages, and scores."""
+
+        def score(params, pages, rows, targets):
+            self.compilations["score"] += 1
+            where = self.config, self.rules
+            pages, hidden = device.prefill_states(
+                params, self.config, pages, rows, self.rules, kernels=self.kernels
+            )
+            return pages, token_scores(params, *where, hidden, targets)
+
+        out = None
+        if self.mesh is not None:
+            out = self.pages_shardings, self.replicated
+        return jax.jit(score, donate_argnums=1, out_shardings=out)
+
+    @cached_property
     def decode(self) -> Any:
         """Function of (params, pages, rows, key, floor, drafter, drafted, burst).
 
@@ -194,7 +212,7 @@ class DeviceFunctions:
         """
         return device.Burst(
             self.sizes.steps_per_call,
-            Drawing(truncate, self.sizes.kept_ids, alternatives),
+            Drawing(truncate, self.sizes.kept_ids, alternatives, self.kernels),
             self.split,
             self.sizes.exact,
             guesses,

@@ -12,6 +12,7 @@ batch has pages and a tree of its own.
 import itertools
 from collections.abc import Iterator, Sequence
 
+from jaxrl_post.sampler.scores import Scoring
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 
 __all__ = ["Path", "PrefixTree", "Segment", "num_pages"]
@@ -34,6 +35,7 @@ class Segment:
         pins: number of samples that need the segment; 0 lets it be evicted.
         promised: number of further pages that it may take.
         current: whether its keys were computed by the engine's current parameters.
+        scoring: collects the scores of its tokens; None for no scores.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Segment:
         self.computed = self.drafted = 0
         self.pins = self.promised = 0
         self.current = True
+        self.scoring: Scoring | None = None
         self.children: list[Segment] = []
         self.used = 0
 

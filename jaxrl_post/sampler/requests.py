@@ -15,6 +15,7 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "FinishReason",
+    "PromptScores",
     "Request",
     "SampleId",
     "SamplingParams",
@@ -97,12 +98,28 @@ class Alternatives(NamedTuple):
         )
 
 
+class PromptScores(NamedTuple):
+    """The log-probs of a prompt's tokens, from the second one on.
+
+    Attributes:
+        logprobs: float32 [tokens - 1], under the full softmax at the request's
+            temperature, as `Tokens.logprobs`.
+        ranks: int32 [tokens - 1], 1 for the likeliest token of its place.
+        alternatives: the likeliest tokens at each of these places.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    alternatives: Alternatives
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of sampling tokens.
 
-    The temperature is applied first. A token must then pass top-k, top-p and min-p,
-    each of them applied to the same distribution.
+    Biases and penalties change logits first, in the order of a bias, the repetition
+    penalty and the two others. Then the temperature is applied. A token must then pass
+    top-k, top-p and min-p, each of them applied to the same distribution.
 
     Attributes:
         temperature: in [0, 3.4e38]; 0 is greedy, with log-probs at temperature 1, and
@@ -116,6 +133,18 @@ class SamplingParams:
         stop_ids: each of these tokens ends the completion and is its last token.
         stop_strings: the completion ends with the token that completes one of these.
         alternatives: whether to return the likeliest tokens at every place.
+        min_tokens: a stop id comes, and a stop string counts, only behind so many
+            tokens.
+        bad_words: sequences of token ids that do not come.
+        logit_bias: (token id, number) pairs; the number is added to the token's logit.
+        frequency_penalty: subtracted from the logit of a token for each time that it
+            was sampled.
+        presence_penalty: subtracted from the logit of each token that was sampled.
+        repetition_penalty: > 0; divides the positive logits of tokens that the prompt
+            has, or that were sampled, and multiplies their negative ones (CTRL,
+            arXiv:1909.05858).
+        prompt_scores: whether to return the log-probs of the prompt's tokens; all of
+            it is prefilled then, even if the cache has its beginning.
     """
 
     temperature: float = 1.0
@@ -126,6 +155,13 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     alternatives: bool = False
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    prompt_scores: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
@@ -135,6 +171,9 @@ class SamplingParams:
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "max_tokens": (self.max_tokens >= 1, ">= 1"),
             "stop_strings": (all(self.stop_strings), "non-empty strings"),
+            "min_tokens": (self.min_tokens >= 0, ">= 0"),
+            "bad_words": (all(self.bad_words), "non-empty sequences"),
+            "repetition_penalty": (self.repetition_penalty > 0, "> 0"),
         }
         for name, (holds, constraint) in ranges.items():
             if not holds:
@@ -151,6 +190,17 @@ class SamplingParams:
         (0.5, 0.0)
         """
         return self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the tokens of a sample change its next token's logits."""
+        repeats = self.repetition_penalty != 1
+        return bool(repeats or self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def changes(self) -> bool:
+        """Whether logits are changed."""
+        return self.penalizes or bool(self.logit_bias)
 
     @property
     def truncates(self) -> bool:
@@ -225,12 +275,15 @@ class Completion:
         tokens: the sampled tokens, including the stop token. `logprobs` are natural
             logarithms under the full softmax at the request's temperature, as the
             trainer computes them. `logprobs - log_masses` are the log-probabilities
-            under the truncated distribution.
+            under the distribution that was drawn from: with biases and penalties,
+            within the constraint, truncated.
         finish_reason: why the sample ended.
         error: what was wrong, if it failed; else "".
         alternatives: of each token; None if the request did not ask for them.
         refused: whether it failed by its request's own constraint, which allowed no
             next token.
+        prompt: of the first sample of a request that asks for them, once it has
+            sampled a token; else None.
     """
 
     prompt_id: int
@@ -240,6 +293,7 @@ class Completion:
     error: str = ""
     alternatives: Alternatives | None = None
     refused: bool = False
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True)

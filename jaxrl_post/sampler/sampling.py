@@ -6,8 +6,9 @@ device gathers the logits of others.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.reference import draw, select, weigh
 from jaxrl_post.models import DecoderParams, ModelConfig, unembedding
 from jaxrl_post.models.decoder import logits_of
+from jaxrl_post.sampler.limits import Changes
 from jaxrl_post.sampler.truncation import (
     CANDIDATES,
     SamplingArrays,
@@ -32,6 +34,8 @@ __all__ = [
     "Drawing",
     "Sampled",
     "SamplingArrays",
+    "entry_of",
+    "over_vocab",
     "sample",
     "sample_next",
     "uniform_numbers",
@@ -46,11 +50,13 @@ class Drawing:
         truncate: False requires that no row uses top-k, top-p or min-p.
         kept_ids: ids of `Sampled.kept`, with `truncate` or `allowed`; 0 for none.
         alternatives: ids of `Sampled.alternatives`; 0 for none.
+        kernels: as in `next_token`.
     """
 
     truncate: bool
     kept_ids: int = 0
     alternatives: int = 0
+    kernels: Implementation = "auto"
 
 
 class Sampled(NamedTuple):
@@ -86,8 +92,8 @@ def sample_next(
     drawing: Drawing,
     *,
     allowed: UInt[Array, "rows words"] | None = None,
+    changes: Changes | None = None,
     rules: Rules = DEFAULT_RULES,
-    kernels: Implementation = "auto",
 ) -> Sampled:
     """`sample` of the logits of hidden states, which need not be in memory.
 
@@ -99,12 +105,14 @@ def sample_next(
         sampling: as in `sample`.
         drawing: static.
         allowed: as in `sample`.
+        changes: as in `sample`.
         rules: as in `sample`.
-        kernels: static, as in `next_token`.
     """
-    if drawing.truncate or allowed is not None or drawing.alternatives:
+    cuts = drawing.truncate or allowed is not None or changes is not None
+    if cuts or drawing.alternatives:
         scores = logits_of(config, unembedding(params), hidden)
-        return sample(scores, uniforms, sampling, drawing, allowed=allowed, rules=rules)
+        options: Any = {"allowed": allowed, "changes": changes, "rules": rules}
+        return sample(scores, uniforms, sampling, drawing, **options)
     tokens, logprobs = next_token(
         hidden,
         unembedding(params),
@@ -113,7 +121,7 @@ def sample_next(
         divisor=config.logit_divisor,
         softcap=config.logit_softcap,
         rules=rules,
-        implementation=kernels,
+        implementation=drawing.kernels,
     )
     return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
 
@@ -125,6 +133,7 @@ def sample(
     drawing: Drawing,
     *,
     allowed: UInt[Array, "rows words"] | None = None,
+    changes: Changes | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> Sampled:
     """Draws one token per row.
@@ -136,6 +145,9 @@ def sample(
         drawing: static.
         allowed: the tokens that may be drawn, bits as in `Constraint.allowed`; None
             for all. Like truncation it changes `log_masses`, not `logprobs`.
+        changes: of logits, before all else; None for none. They change `log_masses`,
+            too: `logprobs - log_masses` is the log-prob of the distribution that is
+            drawn from.
         rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
 
     Returns:
@@ -149,23 +161,39 @@ def sample(
     >>> sample(even, jnp.array([0.6]), full, Drawing(False)).tokens
     Array([2], dtype=int32)
     """
-    if not (drawing.truncate or allowed is not None or drawing.alternatives):
+    cuts = drawing.truncate or allowed is not None or changes is not None
+    if not (cuts or drawing.alternatives):
         tokens, logprobs = draw(logits, uniforms, sampling.temperature, rules)
         return Sampled(tokens, logprobs, jnp.zeros_like(logprobs))
     part = functools.partial(_sample, drawing)
+    return over_vocab(part, rules, logits, uniforms, sampling, allowed, changes)
+
+
+def over_vocab(
+    part: Callable[..., Any], rules: Rules, logits: Array, *by_row: Any
+) -> Any:
+    """Calls a function of logits on each device with its part of the vocabulary.
+
+    Args:
+        part: function of logits and arrays by row; its `axes` are those that split the
+            vocabulary.
+        rules: how a mesh of `jax.set_mesh`, if any, splits rows and vocabulary.
+        logits: [rows, vocab].
+        by_row: trees of arrays [rows, ...].
+    """
     mesh = jax.sharding.get_abstract_mesh()
     vocab: tuple[str, ...] = ()
     if not (mesh.empty or mesh.size == 1):
         vocab = dividing_axes("vocab", logits.shape[1], mesh, rules)
     if not vocab:
-        return part(logits, uniforms, sampling, allowed)
+        return part(logits, *by_row)
     batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
     return jax.shard_map(
         functools.partial(part, axes=vocab),
-        in_specs=(P(*batch, vocab), batch, batch, batch),
+        in_specs=(P(*batch, vocab), *[batch] * len(by_row)),
         out_specs=batch,
         check_vma=False,
-    )(logits, uniforms, sampling, allowed)
+    )(logits, *by_row)
 
 
 def _sample(
@@ -174,6 +202,7 @@ def _sample(
     uniforms: Array,
     sampling: SamplingArrays,
     allowed: Array | None,
+    changes: Changes | None,
     *,
     axes: tuple[str, ...] = (),
 ) -> Sampled:
@@ -189,13 +218,20 @@ def _sample(
     scaled, top, weights, normalizer = weigh(logits, sampling.temperature, axes)
     own = scaled.shape[0]
     vocab = own * jax.lax.axis_size(axes) if axes else own
+    unchanged = scaled
+    if changes is not None:
+        scaled = _changed(logits, changes, axes).T
+        scaled = scaled / jnp.where(greedy, 1.0, sampling.temperature)
     if allowed is not None:
         may = _unpacked(allowed, vocab)
         if axes:
             begin = jax.lax.axis_index(axes) * own
             may = jax.lax.dynamic_slice_in_dim(may, begin, own)
         scaled = jnp.where(may, scaled, -jnp.inf)
-        # Relative to the likeliest allowed token: the others may be far likelier.
+        unchanged = jnp.where(may, unchanged, -jnp.inf)
+    other = allowed is not None or changes is not None
+    if other:
+        # Relative to the likeliest token that may come: others may be far likelier.
         top = scaled.max(axis=0)
         top = jax.lax.pmax(top, axes) if axes else top
         weights = jnp.exp(scaled - top)
@@ -213,26 +249,59 @@ def _sample(
         left = jnp.where(is_kept, weights, 0.0)
         if records:
             assert found is not None
-            # None of a row in which these are all tokens, or more than are recorded.
-            count = jnp.where(greedy, 0, sums(is_kept, jnp.int32))
+            # None of a row in which these are all tokens, or more than are recorded,
+            # or whose distribution is another among them.
+            none = greedy
+            if changes is not None:
+                none |= (changes.ids < vocab).any(axis=1)
+            count = jnp.where(none, 0, sums(is_kept, jnp.int32))
             count = jnp.where((count < vocab) & (count <= kept_ids), count, 0)
             inside = jnp.arange(kept_ids, dtype=jnp.int32) < count[:, None]
             ids = jnp.where(inside, found.ids[:, :kept_ids], -1)
     tokens, chosen = select(scaled, top, left, uniforms, sampling.temperature, axes)
     logprobs = chosen - normalizer
     log_masses = jnp.zeros_like(logprobs)
-    if allowed is not None:
-        # Only the constraint cuts the distribution of a greedy row.
+    if other:
+        # Nothing else cuts the distribution of a greedy row.
         left = jnp.where(greedy, weights, left)
         log_masses = jnp.log(sums(left)) + top - normalizer
     elif truncate:
         log_masses = jnp.where(greedy, 0.0, jnp.log(sums(left) / sums(weights)))
+    if changes is not None:
+        before = entry_of(unchanged, tokens, axes)
+        log_masses += before - chosen
+        logprobs = before - normalizer
+        found = likeliest(unchanged, alternatives, axes) if alternatives else None
     if not alternatives:
         return Sampled(tokens, logprobs, log_masses, ids)
     assert found is not None
     others = found.logits[:, :alternatives] - normalizer[:, None]
     return Sampled(
         *(tokens, logprobs, log_masses, ids), found.ids[:, :alternatives], others
+    )
+
+
+def entry_of(scaled: Array, tokens: Array, axes: tuple[str, ...] = ()) -> Array:
+    """The entry of each row's token, [rows], of this device's [vocab, rows]."""
+    own = scaled.shape[0]
+    place = tokens - jax.lax.axis_index(axes) * own if axes else tokens
+    here = (place >= 0) & (place < own)
+    found = jnp.take_along_axis(scaled, jnp.clip(place, 0, own - 1)[None], axis=0)[0]
+    return jax.lax.psum(jnp.where(here, found, 0.0), axes) if axes else found
+
+
+def _changed(logits: Array, changes: Changes, axes: tuple[str, ...]) -> Array:
+    """This device's logits [rows, vocab], changed."""
+    own = logits.shape[1]
+    place = changes.ids - (jax.lax.axis_index(axes) * own if axes else 0)
+    here = (place >= 0) & (place < own)
+    found = jnp.take_along_axis(logits, jnp.clip(place, 0, own - 1), axis=1)
+    found += changes.bias
+    found = jnp.where(found > 0, found / changes.factor, found * changes.factor)
+    found -= changes.minus
+    # vmap over rows, so that rows split over a mesh need no communication.
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(
+        logits, jnp.where(here, place, own), found
     )
 
 

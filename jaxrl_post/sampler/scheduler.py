@@ -12,100 +12,17 @@ a run decide alike.
 
 from collections import deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from jaxrl_post.sampler.limits import Limits
 from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
-from jaxrl_post.sampler.requests import (
-    Alternatives,
-    Completion,
-    Constraint,
-    FinishReason,
-    Request,
-    SampleId,
-    Unfinished,
-)
+from jaxrl_post.sampler.requests import Alternatives, Request, SampleId
+from jaxrl_post.sampler.samples import Sample
+from jaxrl_post.sampler.scores import Scoring
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Burst", "Chunk", "Sample", "Scheduler"]
-
-
-@dataclass(eq=False)
-class Sample:
-    """A waiting or running sample and its tokens so far.
-
-    Attributes:
-        request: what was asked for.
-        sample_index: its index among the samples of the prompt.
-        tokens: the tokens sampled so far.
-        part: the part of the mesh where it runs.
-        path: its context in the cache.
-        own: the segment of what it samples; None while it waits.
-        constraint: which token may come next; None for any.
-        alternatives: of the tokens so far; None if not asked for.
-    """
-
-    request: Request
-    sample_index: int
-    tokens: Tokens = field(default_factory=lambda: Tokens.context(()))
-    part: int = 0
-    path: Path = ()
-    own: Segment | None = None
-    constraint: Constraint | None = None
-    alternatives: Alternatives | None = None
-
-    @classmethod
-    def of(cls, request: Request, sample_index: int) -> "Sample":
-        """A waiting sample of a request."""
-        sample = cls(request, sample_index)
-        if request.sampling.alternatives:
-            sample.alternatives = Alternatives.none()
-        if request.constrain is not None:
-            sample.constraint = request.constrain()
-            before = len(request.prompt) - request.num_sampled
-            for token in request.prompt[before:]:
-                sample.constraint.advance(token)
-        return sample
-
-    @property
-    def id(self) -> SampleId:
-        """Prompt id and sample index."""
-        return self.request.prompt_id, self.sample_index
-
-    @property
-    def remaining(self) -> int:
-        """Maximum number of tokens still to sample."""
-        return self.request.sampling.max_tokens - len(self.tokens)
-
-    @property
-    def last(self) -> int:
-        """The token to feed next."""
-        return int(self.tokens.ids[-1]) if len(self.tokens) else self.request.prompt[-1]
-
-    @property
-    def position(self) -> int:
-        """Position of the token to feed next."""
-        return len(self.request.prompt) + len(self.tokens) - 1
-
-    @property
-    def ready(self) -> bool:
-        """Whether the keys and values of its context have been computed."""
-        return _computed(self.path)
-
-    def finished(self, reason: FinishReason, error: str = "") -> Completion:
-        """The completion of this sample."""
-        return Completion(*self.id, self.tokens, reason, error, self.alternatives)
-
-    @property
-    def unfinished(self) -> Unfinished:
-        """The tokens sampled so far."""
-        return Unfinished(*self.id, self.tokens, self.alternatives)
-
-    def cut(self, count: int) -> None:
-        """Gives up all tokens but the first `count`."""
-        self.tokens = self.tokens[:count]
-        if self.alternatives is not None:
-            self.alternatives = self.alternatives.first(count)
+__all__ = ["Burst", "Chunk", "Scheduler"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +66,10 @@ class Burst:
         floor: the burst ends when no part has more active samples than this.
         truncate: whether a sample may truncate its distribution.
         alternatives: whether a sample asks for alternatives.
-        constrained: whether a sample has a constraint: the burst has one step.
+        constrained: whether a sample has a constraint.
+        single: whether the burst has one step, since the next one depends on what the
+            host makes of its tokens.
+        changes: tokens of a row whose logits are changed, padded; 0 for none.
     """
 
     rows: list[list[Sample]]
@@ -163,6 +83,8 @@ class Burst:
     truncate: bool
     alternatives: bool = False
     constrained: bool = False
+    single: bool = False
+    changes: int = 0
 
 
 class Scheduler:
@@ -171,6 +93,7 @@ class Scheduler:
     Args:
         sizes: the engine's sizes.
         split: parts into which the mesh splits slots and cache.
+        vocab_size: of the model; needed for requests with limits.
 
     >>> scheduler = Scheduler(EngineConfig(num_slots=4, max_prompt_tokens=16))
     >>> scheduler.submit(Request(prompt_id=7, prompt=(1, 2), num_samples=2))
@@ -181,12 +104,15 @@ class Scheduler:
     ([0, 1], [0, 1])
     """
 
-    def __init__(self, sizes: EngineConfig, split: int = 1) -> None:
+    def __init__(
+        self, sizes: EngineConfig, split: int = 1, vocab_size: int = 0
+    ) -> None:
         pages = sizes.num_pages(split) // split
         self.trees = [PrefixTree(pages) for _ in range(split)]
         self.running: list[Sample] = []
         self.prefilled_tokens = 0
         self._sizes, self._slots = sizes, sizes.num_slots // split
+        self._vocab_size = vocab_size
         self._queue: deque[Sample] = deque()
         self._pending: list[tuple[int, Segment, Path]] = []
 
@@ -207,7 +133,9 @@ class Scheduler:
         """Appends all samples of a request to the queue; none if making one fails."""
         first = request.first_sample
         indices = range(first, first + request.num_samples)
-        self._queue.extend([Sample.of(request, index) for index in indices])
+        self._queue.extend(
+            [Sample.of(request, index, self._vocab_size) for index in indices]
+        )
 
     def prefill(self) -> list[Chunk]:
         """Starts waiting samples and gives the chunks to prefill before a burst.
@@ -269,6 +197,7 @@ class Scheduler:
             num_groups = sizes.groups(max(map(len, groups)), slots, members)
         assert num_groups is not None
         pages = max(num_pages(path) for part in groups for path, _ in part)
+        most_changes = max(s.most_changes for s in ready)
         alternatives = any(s.alternatives is not None for s in ready)
         truncate = any(s.request.sampling.truncates for s in ready)
         return Burst(
@@ -283,6 +212,8 @@ class Scheduler:
             truncate=truncate or (alternatives and sizes.few_shapes),
             alternatives=alternatives,
             constrained=any(s.constraint is not None for s in ready),
+            single=any(s.single for s in ready),
+            changes=sizes.changes(most_changes) if most_changes else 0,
         )
 
     def undrafted(self, burst: Burst) -> list[Chunk]:
@@ -390,6 +321,8 @@ class Scheduler:
         if sample.constraint is not None:
             for token in tokens.ids.tolist():
                 sample.constraint.advance(token)
+        if isinstance(sample.constraint, Limits) and sample.constraint.over:
+            sample.constraint = sample.constraint.inner
 
     def release(self, sample: Sample) -> Sample:
         """Ends a running sample; its segments serve others until they are evicted."""
@@ -474,11 +407,13 @@ class Scheduler:
     def _start(self, sample: Sample) -> bool:
         """Gives a sample a slot and pages; False if there is no room now."""
         context = [*sample.request.prompt, *sample.tokens.ids.tolist()]
+        # Keys in the cache say nothing of the tokens that came after them.
+        kept = () if sample.scores else context
         loads = [0] * len(self.trees)
         for other in self.running:
             loads[other.part] += 1
         open_parts = [p for p, load in enumerate(loads) if load < self._slots]
-        found = [(part, self.trees[part].match(context)) for part in open_parts]
+        found = [(part, self.trees[part].match(kept)) for part in open_parts]
         # A sample goes where most of its context is, and otherwise where most is free.
         found.sort(key=lambda item: loads[item[0]])
         found.sort(key=lambda item: -_shared(item[1], len(context)))
@@ -502,6 +437,8 @@ class Scheduler:
         tree.pin(path)
         if rest:
             segment = tree.begin(path, rest, pages_for(len(rest)))
+            if sample.scores:
+                segment.scoring = sample.scoring = Scoring.of(sample.request)
             self._pending.append((part, segment, path))
             path = (*path, (segment, len(rest)))
         sample.part, sample.path = part, path

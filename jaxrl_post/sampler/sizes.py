@@ -4,7 +4,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["PAGE", "EngineConfig", "pages_for"]
+__all__ = ["MOST_BIASES", "PAGE", "EngineConfig", "pages_for"]
 
 # Tokens of a page of the cache. A segment of tokens begins in a page of its own.
 PAGE = 16
@@ -18,6 +18,8 @@ SMALLEST_VIEW = 4
 WHOLE_PAGES = 8
 # Most sequences that read shared keys together. More make no better matrix product.
 LARGEST_GROUP = 16
+# Most tokens of a request's `logit_bias`.
+MOST_BIASES = 1024
 # With few shapes: sequences of a group, if any have a prompt in common.
 GROUP = 8
 
@@ -269,6 +271,14 @@ class EngineConfig:
     def history(self, tokens: int) -> int:
         """Padded length of the samples' tokens, for guesses."""
         return _bucket(_powers(min(256, self.max_length), self.max_length), tokens)
+
+    def changes(self, tokens: int) -> int:
+        """Padded number of tokens whose logits are changed.
+
+        >>> [EngineConfig().changes(tokens) for tokens in (1, 33, 300)]
+        [32, 256, 1536]
+        """
+        return _bucket(_powers(32, self.max_length + MOST_BIASES, 8), tokens)
 
     def members(self, samples: int) -> int:
         """Padded number of samples that read a prompt together, of so many at most.

@@ -17,8 +17,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.sampler import SamplingParams
-from jaxrl_post.sampler.requests import Constraint, FinishReason
+from jaxrl_post.sampler.requests import Alternatives, Constraint, FinishReason
+from jaxrl_post.serve import scored
 from jaxrl_post.serve.calls import (
     LEAST_LOGPROB,
     ApiError,
@@ -32,6 +34,7 @@ from jaxrl_post.serve.calls import (
 )
 from jaxrl_post.serve.fields import AllSampling, SamplingFields, StructuredOutputs
 from jaxrl_post.serve.recorded import Recorded
+from jaxrl_post.serve.scored import token_text
 
 # Most seconds to send the end of a stream whose time is over.
 LAST_WORDS_S = 5.0
@@ -44,7 +47,6 @@ __all__ = [
     "likeliest",
     "reason_of",
     "sampling_of",
-    "token_text",
     "with_likeliest",
 ]
 
@@ -85,10 +87,54 @@ class Asked(abc.ABC):
             "model": self.served.name,
         }
 
-    def extras(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of an answer other than its choices; may add to the choices."""
+    def extras(
+        self,
+        choices: Sequence[dict[str, Any]],
+        updates: Sequence[SampleUpdate] = (),
+    ) -> dict[str, Any]:
+        """The fields of an answer other than its choices; may add to the choices.
+
+        Args:
+            choices: of the answer; none in a stream.
+            updates: the samples of the choices.
+        """
         del choices
-        return {}
+        return self.prompt_logprobs(updates)
+
+    def prompt_logprobs(self, updates: Sequence[SampleUpdate]) -> dict[str, Any]:
+        """vLLM's field of that name, of one prompt; nothing if it is not asked for."""
+        count = self._given.prompt_logprobs
+        if count is None or not updates:
+            return {}
+        scores, prompt = updates[0].prompt, self.wanted[0].prompt
+        assert scores is not None
+        return {"prompt_logprobs": scored.by_id(self.served, prompt, scores, count)}
+
+    def shown(self, found: Sequence[SampleUpdate]) -> list[SampleUpdate]:
+        """Samples of a prompt as the answer has them.
+
+        All of them have the prompt's scores, and no token if none was asked for: the
+        sampler samples one at least.
+        """
+        scores = next((each.prompt for each in found if each.prompt is not None), None)
+        if scores is not None:
+            found = [replace(each, prompt=scores) for each in found]
+        if self._given.max_tokens != 0:
+            return list(found)
+        return [
+            replace(
+                each,
+                tokens=each.tokens[:0],
+                alternatives=each.alternatives and Alternatives.none(),
+                finish_reason=each.finish_reason and "length",
+            )
+            for each in found
+        ]
+
+    @property
+    def _given(self) -> AllSampling:
+        """The sampling parameters of the request."""
+        return getattr(self.fields, "sampling_params", self.fields)
 
     @property
     def constrained(self) -> bool:
@@ -124,14 +170,13 @@ class Asked(abc.ABC):
             return event_stream(self.served, call, self._events(call), self.drop)
         try:
             found = await collected(http, self.served, self.wanted)
-            updates = [update for of_prompt in found for update in of_prompt]
-            choices = [self.choice(update) for update in updates]
-            sampled = sum(len(update.tokens) for update in updates)
-            body = self.head(stream=False) | {
-                "choices": choices,
-                "usage": self._usage(sampled),
-                **self.extras(choices),
-            }
+            updates = [u for of_prompt in found for u in self.shown(of_prompt)]
+            if self.wanted[0].sampling.prompt_scores:
+                # A long prompt has many log-probs to write.
+                body = await asyncio.to_thread(self._body, updates)
+            else:
+                body = self._body(updates)
+            choices = body["choices"]
             if self.recorded is not None:
                 _require_sendable(body)
             for choice, update in zip(choices, updates, strict=True):
@@ -140,11 +185,22 @@ class Asked(abc.ABC):
         finally:
             self.drop()
 
+    def _body(self, updates: Sequence[SampleUpdate]) -> dict[str, Any]:
+        """The answer of finished samples."""
+        choices = [self.choice(update) for update in updates]
+        sampled = sum(len(update.tokens) for update in updates)
+        return self.head(stream=False) | {
+            "choices": choices,
+            "usage": self._usage(sampled),
+            **self.extras(choices, updates),
+        }
+
     async def _events(self, call: Call) -> AsyncIterator[Mapping[str, Any]]:
         head, piece_of, sampled = self.head(stream=True), self.pieces(), 0
         if told := self.extras(()):
             yield head | {"choices": [], **told}
         async for _, update in call.updates():
+            [update] = self.shown([update])
             piece = piece_of(update)
             if update.finish_reason is not None:
                 sampled += len(update.tokens)
@@ -170,6 +226,7 @@ def sampling_of(
     *,
     max_tokens: int,
     alternatives: bool,
+    prompt_scores: bool = False,
 ) -> SamplingParams:
     """Sampling parameters of a request, with the server's for what it leaves out.
 
@@ -178,6 +235,7 @@ def sampling_of(
         fields: of the request.
         max_tokens: most tokens to sample.
         alternatives: whether the likeliest tokens are asked for.
+        prompt_scores: whether log-probs of the prompt are asked for.
 
     Raises:
         ApiError: a value is out of range, or a stop string has a special token and
@@ -188,6 +246,7 @@ def sampling_of(
         "top_p": fields.top_p,
         "top_k": None if fields.top_k is None else max(fields.top_k, 0),
         "min_p": fields.min_p,
+        "repetition_penalty": fields.repetition_penalty,
     }
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     named = () if fields.ignore_eos else served.tokenizer.stop_ids
@@ -205,9 +264,35 @@ def sampling_of(
             stop_ids=tuple(ids),
             stop_strings=tuple(texts),
             alternatives=alternatives,
+            min_tokens=fields.min_tokens,
+            bad_words=_words(served, fields.bad_words),
+            logit_bias=tuple(fields.logit_bias.items()),
+            frequency_penalty=fields.frequency_penalty,
+            presence_penalty=fields.presence_penalty,
+            prompt_scores=prompt_scores,
         )
     except ValueError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _words(served: Served, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of bad words, each as it begins a text and as it follows a space.
+
+    Raises:
+        ApiError: a word that has no tokens, or is no text.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            try:
+                ids, _ = served.tokenizer.encode_with_begins(text, after=True)
+            except TokenizerError as error:
+                raise ApiError(400, f"bad_words: {error}", param="bad_words") from error
+            # A space of its own is no part of the word.
+            if ids and not (text != bare and served.tokenizer.decode(ids[:1]) == " "):
+                found[ids] = None
+    return tuple(found)
 
 
 def _check_stops(served: Served, stops: Sequence[str]) -> None:
@@ -266,11 +351,6 @@ def _require_sendable(value: Any) -> None:
 def reason_of(reason: FinishReason | None) -> str | None:
     """A finish reason as OpenAI names it."""
     return None if reason is None else {"stop_string": "stop"}.get(reason, reason)
-
-
-def token_text(served: Served, token: int) -> str:
-    """A token as text, special tokens too."""
-    return served.tokenizer.backend.decode([token], skip_special_tokens=False)
 
 
 def likeliest(

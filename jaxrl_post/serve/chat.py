@@ -15,7 +15,7 @@ from jaxrl_post.data.replies import Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
-from jaxrl_post.serve import answers
+from jaxrl_post.serve import answers, scored
 from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted, logprobs_of
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
 from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
@@ -85,6 +85,8 @@ class _Asked(answers.Asked):
             )
         except ValueError as error:
             raise ApiError(400, str(error), param="chat_template_kwargs") from error
+        if recorder is not None:
+            recorder.refuse_scores(fields.prompt_logprobs is not None)
         recorded, seed = None, fields.seed
         with contextlib.ExitStack() as undo:
             if isinstance(fields, ChatTokensFields):
@@ -111,11 +113,16 @@ class _Asked(answers.Asked):
             constrain = await _constraint(served, fields, schemas, thinking)
             asks = bool(fields.logprobs and fields.top_logprobs)
             sampling = answers.sampling_of(
-                served, fields, max_tokens=most, alternatives=asks
+                served,
+                fields,
+                max_tokens=most,
+                alternatives=asks,
+                prompt_scores=fields.prompt_logprobs is not None,
             )
             if recorded is not None:
                 sampling = sampled_as(sampling, recorded.recording)
             wanted = Wanted(prompt, sampling, fields.n, seed=seed, constrain=constrain)
+            scored.check_size([wanted], fields.prompt_logprobs)
             asked = cls(
                 served,
                 fields,
@@ -126,6 +133,7 @@ class _Asked(answers.Asked):
                     sampling.stop_strings,
                     not fields.skip_special_tokens,
                     served.form.marks(tools=bool(tools)),
+                    sampling.min_tokens,
                 ),
                 thinking,
                 bool(tools),
@@ -134,12 +142,17 @@ class _Asked(answers.Asked):
             undo.pop_all()
             return asked
 
-    def extras(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The prompt's token ids, for a client that asks for them."""
+    def extras(
+        self,
+        choices: Sequence[dict[str, Any]],
+        updates: Sequence[SampleUpdate] = (),
+    ) -> dict[str, Any]:
+        """The prompt's token ids and log-probs, for a client that asks for them."""
         del choices
-        if not self.fields.return_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self.wanted[0].prompt)}
+        told = self.prompt_logprobs(updates)
+        if self.fields.return_token_ids:
+            told["prompt_token_ids"] = list(self.wanted[0].prompt)
+        return told
 
     def reply(self, update: SampleUpdate) -> Reply:
         """The text of a sample, in parts."""

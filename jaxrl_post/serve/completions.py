@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxrl_post.data.tokenizer import TokenizerError
-from jaxrl_post.serve import answers
+from jaxrl_post.serve import answers, scored
 from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted, logprobs_of
 from jaxrl_post.serve.fields import CompletionFields
 from jaxrl_post.serve.recorded import Recorder
@@ -45,7 +45,7 @@ class _Told:
             text: of the choice, from its beginning.
             ids: all of its tokens.
         """
-        new = [answers.token_text(served, token) for token in ids[self.tokens :]]
+        new = [scored.token_text(served, token) for token in ids[self.tokens :]]
         return _Told(text, len(ids), self.offset + sum(map(len, new)))
 
 
@@ -68,14 +68,19 @@ class _Asked(answers.Asked):
         """
         if recorder is not None:
             _check_ids(fields)
+            recorder.refuse_scores(fields.echo or fields.scores)
         prompts = await asyncio.to_thread(_prompts, served, fields)
         default = min(MAX_TOKENS, served.max_tokens)
-        lengths = [
-            served.length_of(prompt, fields.max_tokens, default) for prompt in prompts
-        ]
+        # The sampler samples a token at least; `shown` leaves it out if none is wanted.
+        asked = None if fields.max_tokens is None else max(1, fields.max_tokens)
+        lengths = [served.length_of(prompt, asked, default) for prompt in prompts]
         constrain = await answers.constraint_of(served, fields)
         sampling = answers.sampling_of(
-            served, fields, max_tokens=default, alternatives=bool(fields.logprobs)
+            served,
+            fields,
+            max_tokens=default,
+            alternatives=bool(fields.logprobs),
+            prompt_scores=fields.scores,
         )
         # Samples of all prompts are numbered through, so that with a seed no two of
         # them share their noise.
@@ -90,16 +95,29 @@ class _Asked(answers.Asked):
             )
             for at, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
         ]
+        if fields.scores:
+            count = max(fields.logprobs or 0, fields.prompt_logprobs or 0)
+            scored.check_size(wanted, count)
         recorded = None
         if recorder is not None:
             recorded, first = recorder.begin(served, wanted[0])
             wanted, sampling = [first], first.sampling
         special = not fields.skip_special_tokens
-        texts = Texts(served.tokenizer, sampling.stop_strings, special)
+        texts = Texts(
+            served.tokenizer,
+            sampling.stop_strings,
+            special,
+            least=sampling.min_tokens,
+        )
         return cls(served, fields, wanted, recorded, texts)
 
-    def extras(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extras(
+        self,
+        choices: Sequence[dict[str, Any]],
+        updates: Sequence[SampleUpdate] = (),
+    ) -> dict[str, Any]:
         """The token ids of the first prompt; each choice of an answer has its own."""
+        del updates
         if not (choices and self.fields.return_token_ids):
             return {}
         prompts = [list(each.prompt) for each in self.wanted]
@@ -112,8 +130,19 @@ class _Asked(answers.Asked):
         return self._choice(update, self.text(update))
 
     def text(self, update: SampleUpdate) -> str:
-        """The text of a sample."""
-        return self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
+        """The text of a sample; with `echo` its prompt's text comes first."""
+        text = self.texts.text(update.tokens.ids.tolist(), update.finish_reason)
+        if not self.fields.echo:
+            return text
+        number = update.sample_index // self.fields.n
+        given: Any = self.fields.prompt
+        if isinstance(given, str):
+            return given + text
+        if isinstance(given[number], str):
+            return given[number] + text
+        prompt = self.wanted[number].prompt
+        shown = not self.fields.skip_special_tokens
+        return self.served.tokenizer.decoded(prompt, special=shown) + text
 
     def pieces(self) -> Callable[[SampleUpdate], dict[str, Any] | None]:
         """A function that tells a stream what is new in a choice."""
@@ -152,6 +181,11 @@ class _Asked(answers.Asked):
             "finish_reason": answers.reason_of(update.finish_reason),
             "logprobs": self._logprobs(update, first, offset),
         }
+        prompt = self.wanted[update.sample_index // self.fields.n].prompt
+        if (count := self.fields.prompt_logprobs) is not None:
+            assert update.prompt is not None
+            told = scored.by_id(self.served, prompt, update.prompt, count)
+            choice["prompt_logprobs"] = told
         if self.fields.return_token_ids:
             choice["token_ids"] = update.tokens.ids[first:].tolist()
         return choice
@@ -164,27 +198,40 @@ class _Asked(answers.Asked):
             return None
         served, constrained = self.served, self.constrained
         ids = update.tokens.ids[first:].tolist()
-        texts = [answers.token_text(served, token) for token in ids]
-        tops = answers.likeliest(served, update, first, count, constrained=constrained)
-        values = logprobs_of(update.tokens, constrained=constrained)
+        texts = [scored.token_text(served, token) for token in ids]
+        tops: list[Any] = [
+            *answers.likeliest(served, update, first, count, constrained=constrained)
+        ]
+        values: list[Any] = logprobs_of(update.tokens, constrained=constrained).tolist()
+        values = values[first:]
+        if self.fields.echo:
+            assert update.prompt is not None
+            prompt = self.wanted[update.sample_index // self.fields.n].prompt
+            own, others = scored.by_place(prompt, update.prompt, count)
+            texts = [*(scored.token_text(served, t) for t in prompt), *texts]
+            values, tops = [*own, *values], [*others, *tops]
         offsets = accumulate(map(len, texts[:-1]), initial=offset)
         return {
             "tokens": texts,
-            "token_logprobs": values[first:].tolist(),
+            "token_logprobs": values,
             "top_logprobs": [_by_text(served, top) for top in tops] if count else None,
             "text_offset": list(offsets)[: len(texts)],
         }
 
 
-def _by_text(served: Served, top: Mapping[int, float]) -> dict[str, float]:
-    """Log-probs by the text of a token, the likeliest first.
+def _by_text(
+    served: Served, top: Mapping[int, float] | None
+) -> dict[str, float] | None:
+    """Log-probs by the text of a token, the likeliest first; None of no log-probs.
 
     Of several tokens with one text, such as parts of characters, the others are named
     by their ids, as vLLM names them.
     """
+    if top is None:
+        return None
     found: dict[str, float] = {}
     for token, value in top.items():
-        text = answers.token_text(served, token)
+        text = scored.token_text(served, token)
         found[f"token_id:{token}" if text in found else text] = value
     return found
 

@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl_post.sampler.requests import MOST_FLOAT, MOST_INT
+from jaxrl_post.sampler.requests import MOST_ALTERNATIVES, MOST_FLOAT, MOST_INT
+from jaxrl_post.sampler.sizes import MOST_BIASES
 
 __all__ = [
     "MOST_TOLD",
@@ -42,6 +43,7 @@ __all__ = [
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+MOST_WORDS = 128
 MOST_MESSAGES = 16_384
 MOST_PARTS = 16_384
 MOST_TOOLS = 1_024
@@ -72,8 +74,11 @@ type TokenId = Annotated[int, Field(ge=0, le=MOST_INT)]
 type TokenIds = Annotated[list[TokenId], FIRST]
 type Parts = Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_PARTS)]
 type TopK = Annotated[int, Field(ge=-1, le=MOST_INT)]
+type TopLogprobs = Annotated[int | None, Field(ge=0, le=MOST_ALTERNATIVES)]
 type Nothing = Annotated[Any, _neutral(None)]
-type Unsupported0 = Annotated[float | None, _neutral(0)]
+type Penalty = Annotated[float, Field(ge=-2, le=2)]
+type BiasedId = Annotated[int, Field(ge=0, le=MOST_INT)]
+type Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Read(BaseModel):
@@ -164,23 +169,23 @@ class AllSampling(_Read):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: TopK | None = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    max_tokens: Positive | None = None
+    max_tokens: Annotated[int | None, Field(ge=0, le=MOST_INT)] = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     seed: int | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=8)] = None
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
-    frequency_penalty: Unsupported0 = None
-    presence_penalty: Unsupported0 = None
-    repetition_penalty: Annotated[float | None, _neutral(1)] = None
-    logit_bias: Annotated[Any, _neutral({})] = None
+    frequency_penalty: Penalty = 0
+    presence_penalty: Penalty = 0
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MOST_BIASES)] = {}
     best_of: Annotated[int | None, _neutral(1)] = None
     use_beam_search: Annotated[bool, _neutral(False)] = False
-    min_tokens: Annotated[int | None, _neutral(0)] = None
-    prompt_logprobs: Nothing = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_INT)] = 0
+    prompt_logprobs: TopLogprobs = None
     allowed_token_ids: Nothing = None
-    bad_words: Annotated[Any, _neutral([])] = None
+    bad_words: Annotated[list[Stop], FIRST, Field(max_length=MOST_WORDS)] = []
 
 
 class SamplingFields(AllSampling):
@@ -289,9 +294,10 @@ class ChatFields(SamplingFields):
     messages: Annotated[
         list[ChatMessage], FIRST, Field(min_length=1, max_length=MOST_MESSAGES)
     ]
+    max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    top_logprobs: TopLogprobs = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -316,6 +322,8 @@ class ChatFields(SamplingFields):
     @model_validator(mode="after")
     def _chat(self) -> "ChatFields":
         _check_ending(self)
+        scores = self.prompt_logprobs is not None
+        _check_scored(self, scores=scores, echo=False, stream=self.stream)
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         needs = self.tool_choice not in (None, "none", "auto")
@@ -348,10 +356,37 @@ class CompletionFields(SamplingFields):
     """`POST /v1/completions`."""
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], FIRST]
-    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    echo: Annotated[bool, _neutral(False)] = False
+    logprobs: TopLogprobs = None
+    echo: bool = False
     suffix: Annotated[str | None, _neutral("")] = None
     add_special_tokens: bool = True
+
+    @property
+    def scores(self) -> bool:
+        """Whether the prompt's log-probs are asked for."""
+        echoed = self.echo and self.logprobs is not None
+        return echoed or self.prompt_logprobs is not None
+
+    @model_validator(mode="after")
+    def _completion(self) -> "CompletionFields":
+        _check_scored(self, scores=self.scores, echo=self.echo, stream=self.stream)
+        return self
+
+
+def _check_scored(
+    fields: AllSampling, *, scores: bool, echo: bool, stream: bool = False
+) -> None:
+    """Refuses log-probs of a prompt in a stream, and a request for nothing."""
+    if scores and stream:
+        raise ValueError(
+            "log-probs of a prompt come with the whole answer; leave out stream, or "
+            "prompt_logprobs and echo with logprobs"
+        )
+    if fields.max_tokens == 0 and not (scores or echo):
+        raise ValueError(
+            "max_tokens: 0 asks for the prompt alone, with echo: true or "
+            "prompt_logprobs; otherwise it must be at least 1"
+        )
 
 
 class GenerateSampling(AllSampling):
@@ -359,7 +394,12 @@ class GenerateSampling(AllSampling):
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
-    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    logprobs: TopLogprobs = None
+
+    @model_validator(mode="after")
+    def _scored(self) -> "GenerateSampling":
+        _check_scored(self, scores=self.prompt_logprobs is not None, echo=False)
+        return self
 
 
 class GenerateFields(_Fields):

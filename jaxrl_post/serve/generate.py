@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.serve import answers
+from jaxrl_post.serve import answers, scored
 from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted
 from jaxrl_post.serve.fields import DetokenizeFields, GenerateFields, TokenizeFields
 from jaxrl_post.serve.prompts import prompt_of, tools_of
@@ -43,14 +43,21 @@ async def generate(
     """
     served.check_model(fields.model)
     given, prompt = fields.sampling_params, tuple(fields.token_ids)
-    most = served.length_of(prompt, given.max_tokens)
+    asked = None if given.max_tokens is None else max(1, given.max_tokens)
+    most = served.length_of(prompt, asked)
     constrain = await served.constraint(given.structured_outputs, "structured_outputs")
     sampling = answers.sampling_of(
-        served, given, max_tokens=most, alternatives=bool(given.logprobs)
+        served,
+        given,
+        max_tokens=most,
+        alternatives=bool(given.logprobs),
+        prompt_scores=given.prompt_logprobs is not None,
     )
     wanted = Wanted(prompt, sampling, given.n, seed=given.seed, constrain=constrain)
+    scored.check_size([wanted], given.prompt_logprobs)
     recorded = None
     if recorder is not None:
+        recorder.refuse_scores(given.prompt_logprobs is not None)
         recorded, wanted = recorder.begin(served, wanted)
     return await _Asked(served, fields, [wanted], recorded).answer(http)
 

@@ -24,6 +24,16 @@ class Recorder:
     recording: Recording
     player: str = ""
 
+    def refuse_scores(self, asked: bool) -> None:
+        """Raises ApiError if the prompt is asked for: an episode records answers."""
+        if asked:
+            raise ApiError(
+                400,
+                "echo, prompt_logprobs: a call of an episode answers with what it "
+                "sampled; ask for the prompt outside of the episode",
+                param="prompt_logprobs",
+            )
+
     def begin(self, served: Served, wanted: Wanted) -> "tuple[Recorded, Wanted]":
         """Begins a call whose prompt is token ids; tells how it is sampled.
 

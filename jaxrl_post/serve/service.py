@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 
 from jaxrl_post.sampler import Completion, Request
 from jaxrl_post.sampler.port import Sampler
-from jaxrl_post.sampler.requests import Alternatives, FinishReason, Unfinished
+from jaxrl_post.sampler.requests import (
+    Alternatives,
+    FinishReason,
+    PromptScores,
+    Unfinished,
+)
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["BusyError", "ClosedError", "SampleUpdate", "Service"]
@@ -38,6 +43,7 @@ class SampleUpdate:
         error: what was wrong, if it failed; else "".
         refused: whether it failed because the sampler does not take such a request, or
             by the request's own constraint.
+        prompt: as `Completion.prompt`.
     """
 
     sample_index: int
@@ -46,6 +52,7 @@ class SampleUpdate:
     finish_reason: FinishReason | None = None
     error: str = ""
     refused: bool = False
+    prompt: PromptScores | None = None
 
 
 @dataclass
@@ -331,6 +338,7 @@ class Service:
                     completion.finish_reason,
                     completion.error,
                     completion.refused,
+                    completion.prompt,
                 )
             )
 

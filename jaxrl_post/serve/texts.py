@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.sampler.limits import first_stop
 from jaxrl_post.sampler.requests import FinishReason
 
 __all__ = ["Texts"]
@@ -21,12 +22,14 @@ class Texts:
         stops: the text ends before the first of these.
         special: whether special tokens are written.
         keep: those that are written in any case.
+        least: stop strings among the text of so many tokens do not count.
     """
 
     tokenizer: Tokenizer
     stops: tuple[str, ...] = ()
     special: bool = False
     keep: tuple[str, ...] = ()
+    least: int = 0
 
     def text(self, ids: Sequence[int], reason: FinishReason | None) -> str:
         """The text of a sample; if unfinished, the part that more tokens cannot change.
@@ -45,9 +48,10 @@ class Texts:
             text = self.tokenizer.decode(ids, keep=self.keep)
         # The sampler looks for stop strings in the text without special tokens.
         plain = self.tokenizer.decode(ids) if self.stops else ""
-        ends = [at for at in (plain.find(stop) for stop in self.stops) if at >= 0]
-        if ends:
-            return text.removesuffix(plain[min(ends) :])
+        early = len(self.tokenizer.decode(ids[: self.least])) if self.least else 0
+        end = first_stop(plain, self.stops, early)
+        if end is not None:
+            return text.removesuffix(plain[end:])
         if reason is not None:
             return text
         text = text.rstrip(INCOMPLETE)

@@ -1,11 +1,20 @@
 """The commands and code of README.md and the notebook tutorial work."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from scipy.special import log_softmax
+
+from jaxrl_post import pretrained
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.models import forward, logits
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -52,7 +61,26 @@ def test_the_losses_work_in_another_trainer(tmp_path):
     assert found == pytest.approx([-0.141421] * 3 + [0.141421] * 2 + [0.0], rel=1e-4)
 
 
-def test_the_readme_has_the_block_of_the_notebook():
+@pytest.mark.processes
+def test_a_checkpoint_scores_texts(tmp_path):
+    # A small model in the place that `make smollm2` fills.
+    path = tmp_path / "models" / "SmolLM2-135M-Instruct"
+    tokenizer = Tokenizer.train(["The capital of France is Paris."] * 3)
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=tokenizer.vocab_size)
+    params = tiny.params(config)
+    pretrained.save(path, config, params, tokenizer=tokenizer)
+    printed = run(BLOCKS[2], tmp_path).splitlines()
+    for answer, line in zip((" Paris.", " Rome."), printed, strict=True):
+        before, after = map(tokenizer.encode, ("The capital of France is", answer))
+        hidden = forward(params, config, jnp.asarray([[*before, *after]]))[0]
+        scores = np.asarray(logits(params, config, hidden), np.float64)
+        places = np.arange(len(before) - 1, len(before) + len(after) - 1)
+        expected = log_softmax(scores, axis=1)[places, after].sum()
+        assert line.startswith(f"{answer} ")
+        assert float(line.removeprefix(answer)) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_readme_has_the_blocks_of_the_notebook():
     assert re.findall(r"```python\n(.*?)```", README, re.DOTALL) == BLOCKS[1:]
 
 

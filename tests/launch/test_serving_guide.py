@@ -38,7 +38,7 @@ def test_every_option_that_is_named_exists():
 @pytest.mark.processes
 def test_the_programs_of_the_guide_run():
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     tokenizer = make_tokenizer()
     served = make_served(tokenizer)
     names: dict = {}
@@ -59,6 +59,9 @@ def test_the_programs_of_the_guide_run():
     ids, logprobs, spans = map(
         ast.literal_eval, (told[2][0].rsplit(" ", 1)[0], *told[2][1:])
     )
+    choices = [line.rsplit(" ", 1) for line in told[3]]
+    assert [text for text, _ in choices] == ["3+4=7", "3+4=8"]
+    assert all(float(value) < 0 for _, value in choices)
     assert len(ids) == len(logprobs) == spans[0]["end"] > 0
     assert all(each < 0 for each in logprobs)
 

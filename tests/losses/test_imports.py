@@ -1,9 +1,12 @@
 """`jaxrl_post.losses` must import in anybody's trainer."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+
+from jaxrl_post import losses
 
 pytestmark = pytest.mark.processes
 
@@ -60,6 +63,12 @@ def test_losses_import_nothing_but_jax_and_this_package():
     )
     forbidden = [*ABOVE, "algorithms"]
     run(package="losses", forbidden=forbidden, block=WITHOUT_FLAX, then=then)
+
+
+def test_a_module_is_imported_by_the_name_that_it_has_in_the_documentation():
+    for name in losses.__all__:
+        found = importlib.import_module(f"jaxrl_post.losses.{name}")
+        assert found is getattr(losses, name)
 
 
 def test_losses_import_without_jaxtyping():

@@ -93,7 +93,7 @@ SAMPLER = [
     ),
     Fault(
         "a prompt's last token gets the position behind it",
-        "sampler/scheduler.py::Sample.position",
+        "sampler/samples.py::Sample.position",
         "return len(self.request.prompt) + len(self.tokens) - 1",
         "return len(self.request.prompt) + len(self.tokens)",
         "sampler/test_engine.py",
@@ -195,7 +195,7 @@ SAMPLER = [
     ),
     Fault(
         "a prompt reads a beginning that the same call computes",
-        "sampler/batches.py::prefill_calls",
+        "sampler/batches.py::_batched",
         "(chunk.wave, sizes.chunk(chunk.size))",
         "(0, sizes.chunk(chunk.size))",
         "sampler/test_cache.py",

@@ -73,7 +73,10 @@ def test_null_is_a_field_left_out(url):
         ({"verbosity": "low"}, "verbosity: this sampler does not have it"),
         ({"modalities": ["text", "audio"]}, "modalities: this sampler"),
         ({"include_reasoning": False}, "include_reasoning: this sampler"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs: this sampler does not have it; lea"),
+        (
+            {"allowed_token_ids": [1]},
+            "allowed_token_ids: this sampler does not have it",
+        ),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids: this"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens: t"),
         ({"functions": [{"name": "f"}]}, "functions: this sampler"),

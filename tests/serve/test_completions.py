@@ -124,13 +124,9 @@ def test_ignore_eos_goes_on_to_the_limit(url):
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("logit_bias", {"5": 1.0}, {}),
         ("best_of", 2, 1),
         ("use_beam_search", True, False),
-        ("prompt_logprobs", 1, None),
-        ("bad_words", ["no"], []),
         ("allowed_token_ids", [5], None),
-        ("min_tokens", 1, 0),
     ],
 )
 def test_what_would_change_the_samples_is_refused_by_name(url, name, value, neutral):

@@ -81,6 +81,11 @@ def jetstream_engine(
             f"jetstream_engine: max_prompt_tokens must be below {PADDED[-1]}, the "
             f"longest prompt that JetStream pads; got {sizes.max_prompt_tokens}"
         )
+    if sampling.changes or sampling.min_tokens or sampling.bad_words:
+        raise ValueError(
+            "jetstream_engine: sampling has temperature, top_k, top_p and min_p; leave "
+            "out limits, biases and penalties, for which the host must see each token"
+        )
     own_dtype: DTypeLike = jax.tree.leaves(params)[0].dtype
     engine = JetStreamEngine(
         params,

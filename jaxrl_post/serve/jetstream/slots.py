@@ -161,7 +161,9 @@ class SlotFunctions:
                 np.int32(0),
                 self.functions.rules,
                 device.Burst(
-                    1, Drawing(self.sampling.truncates), kernels=self.functions.kernels
+                    1,
+                    Drawing(self.sampling.truncates, kernels=self.functions.kernels),
+                    kernels=self.functions.kernels,
                 ),
             )
             tokens = emitted.tokens[0]
