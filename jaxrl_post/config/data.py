@@ -2,11 +2,12 @@
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.tables import Format
 
 __all__ = [
     "AS_IT_IS",
@@ -15,7 +16,9 @@ __all__ = [
     "OnOverlap",
     "OnUnwritten",
     "TemplateConfig",
+    "check_rows",
     "check_template",
+    "columns_of",
     "date_of",
     "spelled",
     "variables_of",
@@ -41,6 +44,13 @@ class DataConfig:
             one on the hub, ORG/NAME@REVISION for a revision of it.
         eval_path: likewise, for held-out data; default: a tenth of the prompts of
             `path`.
+        columns: fields that the files call otherwise, as NAME=FIELD: prompt=question
+            answer=solution for an environment, messages=conversation for launch.sft.
+        format: format of the rows of launch.sft. plain: messages, prompt and
+            completion, or text; sharegpt: conversations of {"from", "value"}, perhaps
+            with system and tools; alpaca: instruction and output, perhaps with input,
+            system and history; auto: the one whose fields a row has, which the run says
+            unless it is plain. An environment reads its own rows.
         on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
             leave it out and report how many were skipped.
         on_overlap: what to do about training tasks whose prompt is also held out, in
@@ -54,6 +64,8 @@ class DataConfig:
 
     path: str | None = None
     eval_path: str | None = None
+    columns: tuple[str, ...] = ()
+    format: Format = "auto"
     on_bad_row: Literal["fail", "skip"] = "fail"
     on_overlap: OnOverlap = "fail"
     on_unwritten: OnUnwritten = "fail"
@@ -83,6 +95,45 @@ class TemplateConfig:
 
 
 AS_IT_IS = TemplateConfig()
+
+
+def check_rows(config: DataConfig, *, own: bool) -> None:
+    """Refuses columns that are malformed, and a format where none is read.
+
+    Args:
+        config: names the files.
+        own: whether an environment reads them.
+
+    Raises:
+        ConfigError: as `columns_of`; or the format does nothing.
+    """
+    columns_of(config.columns)
+    if config.format != "auto" and (own or config.path is None):
+        raise ConfigError(
+            "--data.format: is for the chats of --data.path in launch.sft without "
+            f"--env; got {config.format}; drop the option"
+        )
+
+
+def columns_of(columns: Sequence[str]) -> dict[str, str]:
+    """The file's names of fields, by the names that they have here.
+
+    Raises:
+        ConfigError: an entry is not NAME=FIELD, or a name or a field occurs twice.
+
+    >>> columns_of(("prompt=question", "completion=answer"))
+    {'prompt': 'question', 'completion': 'answer'}
+    """
+    found: dict[str, str] = {}
+    for each in columns:
+        name, _, field = each.partition("=")
+        if not (name and field) or name in found or field in found.values():
+            raise ConfigError(
+                "--data.columns: must be NAME=FIELD, each name and each field once, "
+                f"such as prompt=question completion=answer; got {each!r}"
+            )
+        found[name] = field
+    return found
 
 
 def check_template(config: TemplateConfig) -> None:

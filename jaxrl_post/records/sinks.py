@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from jaxrl_post.jsonl import Report
 from jaxrl_post.records import notation
 from jaxrl_post.records.directory import JsonLines, RunDirectory
 from jaxrl_post.records.trackers import Tracking, open_trackers
@@ -29,6 +30,7 @@ __all__ = [
     "Progress",
     "Sample",
     "SampleLog",
+    "show_report",
     "tell_missing",
     "warnings_shown",
 ]
@@ -430,6 +432,14 @@ class _Shown(logging.Handler):
             self._seen.add(text)
             style = "yellow" if warns else None
             self._console.print(text, style=style, markup=False, highlight=False)
+
+
+def show_report(report: Report, console: Console) -> None:
+    """Prints the skipped rows of a file, and in which format it was read."""
+    if report.num_bad:
+        console.print(str(report), style="yellow", markup=False, highlight=False)
+    if report.remark:
+        console.print(f"{report.path}: {report.remark}", markup=False, highlight=False)
 
 
 @contextmanager
