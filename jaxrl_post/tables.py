@@ -129,7 +129,7 @@ def read_table[Item](
         absent.difference_update(row)
         found = _layout(row, layouts)
         if layout is not None and layout.format != "plain":
-            # What is wrong with the row says more than the layout that it resembles.
+            # The error about a field says more than one about another layout.
             found = layout if row.keys() >= set(layout.fields) else found
         if layout is not None and found is not layout:
             raise BadRowError(_mixed(row, found, layout, first_line))
@@ -153,7 +153,7 @@ def read_table[Item](
 def _remark(
     row: Mapping[str, Any], layout: Layout[Any], layouts: Sequence[Layout[Any]]
 ) -> str:
-    """Says of which format a row was taken to be, unless there is no other."""
+    """Names the format as which a row is read, unless there is no other."""
     others = [each for each in layouts if each.fits(row)]
     others = [each for each in others if row.keys() >= set(each.fields)]
     also = {each.format for each in others} - {layout.format}

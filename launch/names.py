@@ -50,7 +50,7 @@ class Name:
     to: tuple[str, ...] = ()
     note: str = ""
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[str]:
         """The parts of the name, spelled as `_parts` spells them."""
         return _parts(self.name)
@@ -123,7 +123,7 @@ def answers(
         word: the option, in any spelling: --num-generations, grpo.num_generations.
         program: the program that is asked, such as "launch.grpo".
         own: its options.
-        within: also finds names of which the word is only a part.
+        within: also finds longer names, in which the word stands.
 
     Returns:
         A line for each answer; empty for a name that is not known.
@@ -133,15 +133,16 @@ def answers(
     ["TRL's num_generations is --rollout.samples-per-prompt"]
     """
     asked = _parts(word)
-    found = [each for each in names() if each.parts == asked] or _alike(asked, own)
+    found = [each for each in names() if each.parts == asked]
     here = [each for each in found if any(option in own for option in each.to)]
-    found = here or found
     if not here:
         option = f"--{'.'.join(asked)}".replace("_", "-")
         if option not in own and (where := _having(option)):
             near = [each for each in sorted(own) if _is_end(asked, _parts(each))]
             other = _listed(near) if near else "none"
             return [f"an option of {_listed(where)}; {program} has {other}"]
+    found = here or found or _alike(asked, own)
+    found = [e for e in found if any(option in own for option in e.to)] or found
     if not found and asked[-1].startswith("no_"):
         return answers(".".join([*asked[:-1], asked[-1][3:]]), program, own)
     if not found and within:

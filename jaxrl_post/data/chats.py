@@ -126,7 +126,7 @@ def _instruction(row: Mapping[str, Any]) -> list[Chat | Text]:
     if not output.strip():
         raise BadRowError("field 'output' is empty")
     said = {"role": "assistant", "content": output}
-    # What was answered before is learned too.
+    # Earlier answers are learned too.
     if any(each["role"] == "assistant" for each in prompt):
         return [_chat([*prompt, said], "history", None)]
     group = "\n\n".join(each["content"] for each in prompt)

@@ -106,9 +106,7 @@ def test_calls_and_tools_of_sharegpt_are_those_of_messages(file):
 
 
 @pytest.mark.parametrize("form", ["auto", "alpaca"])
-def test_an_instruction_and_its_output_are_a_prompt_and_its_completion(
-    file, file_format
-):
+def test_an_instruction_and_its_output_are_a_prompt_and_its_completion(file, form):
     rows = [{**ALPACA, "system": None}, {**ALPACA, "input": "", "system": "S"}]
     found, report = read_chats(file(*rows), file_format=form)
     assert found == [
