@@ -4,9 +4,10 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import FREE
 from jaxrl_post.tables import Format
 
 __all__ = [
@@ -44,13 +45,6 @@ class DataConfig:
             one on the hub, ORG/NAME@REVISION for a revision of it.
         eval_path: likewise, for held-out data; default: a tenth of the prompts of
             `path`.
-        columns: fields that the files call otherwise, as NAME=FIELD: prompt=question
-            answer=solution for an environment, messages=conversation for launch.sft.
-        format: format of the rows of launch.sft. plain: messages, prompt and
-            completion, or text; sharegpt: conversations of {"from", "value"}, perhaps
-            with system and tools; alpaca: instruction and output, perhaps with input,
-            system and history; auto: the one whose fields a row has, which the run says
-            unless it is plain. An environment reads its own rows.
         on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
             leave it out and report how many were skipped.
         on_overlap: what to do about training tasks whose prompt is also held out, in
@@ -60,20 +54,27 @@ class DataConfig:
             out a part of them, such as tool calls, tools or reasoning: fail, stop with
             an error that counts them; drop, leave them out; allow, use what the
             template writes.
+        columns: fields that the files call otherwise, as NAME=FIELD: prompt=question
+            answer=solution for an environment, messages=conversation for launch.sft.
+        format: format of the rows of launch.sft. plain: messages, prompt and
+            completion, or text; sharegpt: conversations of {"from", "value"}, perhaps
+            with system and tools; alpaca: instruction and output, perhaps with input,
+            system and history; auto: the one whose fields a row has, which the run says
+            unless it is plain. An environment reads its own rows.
     """
 
     path: str | None = None
     eval_path: str | None = None
-    columns: tuple[str, ...] = ()
-    format: Format = "auto"
     on_bad_row: Literal["fail", "skip"] = "fail"
     on_overlap: OnOverlap = "fail"
     on_unwritten: OnUnwritten = "fail"
+    columns: tuple[str, ...] = ()
+    format: Format = "auto"
 
 
 @dataclass(frozen=True)
 class TemplateConfig:
-    """Variables and the date that the model's chat template reads.
+    """The model's chat template: the variables and the date that it reads.
 
     A run's model keeps the variables of that run; options given here override them one
     by one. A model with its own template, `reward.model`, takes the variables of its
@@ -88,10 +89,15 @@ class TemplateConfig:
         date: YYYY-MM-DD, for templates that write the date. None: in training, the day
             on which the run began, which config.json keeps; in an evaluation, the date
             of the run that made the model, else today; elsewhere, today.
+        on_mismatch: what to do about a model directory whose tokenizer seems to be
+            another model's, or which is for chats and has no template: fail, stop with
+            an error; allow, use it as it is, without a template as plain text. The
+            model of a run is allowed if its run was.
     """
 
     variables: tuple[str, ...] = ()
     date: str | None = None
+    on_mismatch: Annotated[Literal["fail", "allow"], FREE] = "fail"
 
 
 AS_IT_IS = TemplateConfig()

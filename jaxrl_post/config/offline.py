@@ -44,12 +44,6 @@ class PairsConfig:
             messages; GSM8K's example solutions of several models; for kto, prompt,
             completion and label; for process reward models, prompt, completions (a list
             of steps) and labels. hf://datasets/ORG/NAME/FILE is one on the hub.
-        columns: fields that the file calls otherwise, as NAME=FIELD: prompt=question
-            chosen=better rejected=worse.
-        format: format of the rows. plain: the layouts above; sharegpt: conversations of
-            {"from", "value"}; alpaca: instruction, perhaps with input, system and
-            history; both with chosen and rejected, or with label; auto: the one whose
-            fields a row has, which the run says unless it is plain.
         on_bad_row: what to do about a malformed row: fail, stop with an error; skip,
             leave it out, and report how many there were.
         eval_share: share of the prompts that is held out for evaluation; one pair,
@@ -57,14 +51,20 @@ class PairsConfig:
         on_unwritten: what to do about prompts and answers if the chat template leaves
             out a part of them, such as a system prompt: fail, stop with an error that
             counts them; drop, leave them out; allow, take what the template writes.
+        columns: fields that the file calls otherwise, as NAME=FIELD: prompt=question
+            chosen=better rejected=worse.
+        format: format of the rows. plain: the layouts above; sharegpt: conversations of
+            {"from", "value"}; alpaca: instruction, perhaps with input, system and
+            history; both with chosen and rejected, or with label; auto: the one whose
+            fields a row has, which the run says unless it is plain.
     """
 
     path: str | None = None
-    columns: tuple[str, ...] = ()
-    format: Format = "auto"
     on_bad_row: Literal["fail", "skip"] = "fail"
     eval_share: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.1
     on_unwritten: OnUnwritten = "fail"
+    columns: tuple[str, ...] = ()
+    format: Format = "auto"
 
 
 @dataclass(frozen=True)
