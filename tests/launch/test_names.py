@@ -186,7 +186,7 @@ def test_the_program_says_it(arguments, capsys):
 
 
 def test_help_finds_a_name(capsys):
-    def told(*arguments: str) -> tuple[int, str]:
+    def told(*arguments: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as ended:
             cli.read_options(grpo.PROGRAM, [*arguments])
         return ended.value.code, capsys.readouterr().out
