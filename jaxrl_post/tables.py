@@ -176,7 +176,7 @@ def _tried[Item](
     """The layouts of a format that have all columns."""
     tried = [each for each in layouts if file_format in ("auto", each.format)]
     found = [e for e in tried if columns.keys() <= {*e.fields, *e.optional}]
-    if not found:
+    if columns and not found:
         known = " or ".join(
             f"({listed((*each.fields, *each.optional))})" for each in tried
         )
