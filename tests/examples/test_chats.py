@@ -230,7 +230,10 @@ def test_columns_of_both_files_are_named(file, console):
         ({"columns": ("=a",)}, "--data.columns: must be NAME=FIELD"),
         ({"columns": ("prompt=a", "prompt=b")}, "got 'prompt=b'"),
         ({"columns": ("prompt=a", "completion=a")}, "got 'completion=a'"),
-        ({"path": None, "format": "alpaca"}, "--data.format: is for chats of --data."),
+        (
+            {"path": None, "format": "alpaca"},
+            "--data.format: is for the chats of --data.",
+        ),
     ],
 )
 def test_columns_and_formats_that_cannot_be_are_refused(changes, told):
