@@ -63,6 +63,7 @@ class Report:
         num_bad: number of rows that were skipped.
         first_bad: the first few skipped rows.
         num_unused: number of rows among `num_rows` that gave no items.
+        remark: on how the rows were read; may be empty.
 
     >>> print(Report("a.jsonl", 7, 1, (BadRow(3, "no field 'answer'"),)))
     a.jsonl: 7 rows read, 1 skipped
@@ -76,6 +77,7 @@ class Report:
     num_bad: int
     first_bad: tuple[BadRow, ...]
     num_unused: int = 0
+    remark: str = ""
 
     def __str__(self) -> str:
         unused = f" ({self.num_unused} of them unused)" if self.num_unused else ""

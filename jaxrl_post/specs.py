@@ -263,6 +263,8 @@ def imported(name: str, kind: str, known: str = "", *, data: bool = False) -> An
         )
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         others = f"; there are {known}" if known else ""
+        if not colon and (close := difflib.get_close_matches(name, known.split(", "))):
+            others += f"; did you mean {close[0]!r}?"
         raise ValueError(f"no {kind} {name!r}{hint}{others}")
     try:
         loaded = importlib.import_module(module)

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from jaxrl_post.extras import install
 from jaxrl_post.jsonl import (
@@ -17,7 +18,15 @@ from jaxrl_post.jsonl import (
     json_object,
 )
 
-__all__ = ["Layout", "listed", "read_table"]
+__all__ = ["FORMATS", "Format", "Layout", "listed", "read_table"]
+
+# "auto" recognises the others by the fields of a row; "plain" is the package's own.
+Format = Literal["auto", "plain", "sharegpt", "alpaca"]
+FORMATS = {
+    "plain": "a layout of this package",
+    "sharegpt": "ShareGPT",
+    "alpaca": "Alpaca",
+}
 
 # Large enough for a small overhead per batch, small enough for long conversations.
 _PARQUET_BATCH_ROWS = 1024
@@ -25,7 +34,14 @@ _PARQUET_BATCH_ROWS = 1024
 # Columns with conversations and tools. Arrow gives all structs of a column the same
 # fields, so a row has other rows' fields too, such as the parameters of their tools, as
 # null, also in the JSON lines that are written of a table.
-_CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+_CONVERSATIONS = (
+    "messages", "prompt", "completion", "chosen", "rejected", "tools", "conversations",
+)  # fmt: skip
+
+
+def _any(row: Mapping[str, Any]) -> bool:
+    del row
+    return True
 
 
 @dataclass(frozen=True)
@@ -35,10 +51,17 @@ class Layout[Item]:
     Attributes:
         fields: the fields that every row of this layout has.
         items: returns the items of a row, perhaps none. Raises BadRowError.
+        optional: fields that it reads if they are there.
+        format: the format of files to which it belongs, of `FORMATS`.
+        fits: whether a row with these fields is of this layout; if it fits none, the
+            first with its fields says what is wrong with it.
     """
 
     fields: tuple[str, ...]
     items: Callable[[Mapping[str, Any]], list[Item]]
+    optional: tuple[str, ...] = ()
+    format: str = "plain"
+    fits: Callable[[Mapping[str, Any]], bool] = _any
 
 
 def read_table[Item](
@@ -46,6 +69,8 @@ def read_table[Item](
     layouts: Sequence[Layout[Item]],
     *,
     on_bad_row: OnBadRow = "fail",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    file_format: Format = "auto",
 ) -> tuple[list[Item], Report]:
     """Reads the items of all rows of a file.
 
@@ -58,14 +83,19 @@ def read_table[Item](
         layouts: a row has the first layout whose fields it has.
         on_bad_row: "fail" raises at the first bad row; "skip" leaves bad rows out and
             lists them in the report.
+        columns: the file's name of a field, by the layouts' name. Only layouts with all
+            of these fields are tried, and a field that the file has under the layouts'
+            name is not read.
+        file_format: the format of the file; "auto" tries the layouts of all.
 
     Returns:
         The items in the file's order, and a report (its lines are rows, from 1, for a
-        .parquet file).
+        .parquet file), with a remark about a format that is not this package's own.
 
     Raises:
         ValueError: at a bad row under "fail"; if the file has no row or no good one; if
-            its name ends otherwise, or it is damaged or of another kind.
+            its name ends otherwise, or it is damaged or of another kind; if no layout
+            has the columns, or no row has one of them.
         ModuleNotFoundError: for .parquet without the extra.
         OSError: if the file cannot be read.
 
@@ -89,13 +119,19 @@ def read_table[Item](
                 "path must be of a file that ends in .jsonl, .json or .parquet, got "
                 f"{suffix!r} in {name!r}"
             )
+    layouts = _tried(layouts, columns, file_format)
     layout: Layout[Item] | None = None
-    first_line = 0
+    first_line, remark = 0, ""
+    absent = set(columns)
 
     def parse(line: int, load: Callable[[], Mapping[str, Any]]) -> list[Item]:
-        nonlocal layout, first_line
-        row = load()
+        nonlocal layout, first_line, remark
+        row = _renamed(load(), columns, layouts)
+        absent.difference_update(row)
         found = _layout(row, layouts)
+        if layout is not None and layout.format != "plain":
+            # The error about a field says more than one about another layout.
+            found = layout if row.keys() >= set(layout.fields) else found
         if layout is not None and found is not layout:
             raise BadRowError(_mixed(row, found, layout, first_line))
         if found is None:
@@ -103,9 +139,69 @@ def read_table[Item](
         items = found.items(row)
         if layout is None:
             layout, first_line = found, line
+            remark = _remark(row, found, layouts)
         return items
 
-    return gather(name, rows, parse, on_bad_row=on_bad_row)
+    found, report = gather(name, rows, parse, on_bad_row=on_bad_row)
+    for field in absent:
+        raise ValueError(
+            f"{name}: no row has the field {columns[field]!r}, which "
+            f"--data.columns {field}={columns[field]} names"
+        )
+    return found, replace(report, remark=remark)
+
+
+def _remark(
+    row: Mapping[str, Any], layout: Layout[Any], layouts: Sequence[Layout[Any]]
+) -> str:
+    """Names the format as which a row is read, unless there is no other."""
+    others = [each for each in layouts if each.fits(row)]
+    others = [each for each in others if row.keys() >= set(each.fields)]
+    also = {each.format for each in others} - {layout.format}
+    if layout.format != "plain":
+        return f"read as {FORMATS[layout.format]}"
+    if not also:
+        return ""
+    name = min(also)
+    return (
+        f"read by its {listed(layout.fields)}; it has the fields of {FORMATS[name]} as "
+        f"well, which --data.format {name} reads"
+    )
+
+
+def _tried[Item](
+    layouts: Sequence[Layout[Item]],
+    columns: Mapping[str, str],
+    file_format: Format,
+) -> list[Layout[Item]]:
+    """The layouts of a format that have all columns."""
+    tried = [each for each in layouts if file_format in ("auto", each.format)]
+    found = [e for e in tried if columns.keys() <= {*e.fields, *e.optional}]
+    if columns and not found:
+        known = " or ".join(
+            f"({listed((*each.fields, *each.optional))})" for each in tried
+        )
+        raise ValueError(
+            f"--data.columns: there is no layout with {listed(columns)}; a layout has "
+            f"the fields {known}"
+        )
+    return found
+
+
+def _renamed[Item](
+    row: Mapping[str, Any], columns: Mapping[str, str], layouts: Sequence[Layout[Item]]
+) -> dict[str, Any]:
+    """A row with the layouts' names of its fields, and without nulls inside."""
+    hidden = {*columns, *columns.values()}
+    named = {field: row[own] for field, own in columns.items() if own in row}
+    for field, own in columns.items():
+        if own not in row and any(field in each.fields for each in layouts):
+            raise BadRowError(
+                f"no field {own!r} (fields: {listed(row)}), which --data.columns "
+                f"{field}={own} names"
+            )
+    row = {name: value for name, value in row.items() if name not in hidden} | named
+    return _filled(row)
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
@@ -123,15 +219,27 @@ def _layout[Item](
     # Rows of several layouts in one table have the fields of the others as null.
     there = {name for name, value in row.items() if value is not None}
     for names in (there, row.keys()):
-        for layout in layouts:
-            if names >= set(layout.fields):
+        found = [layout for layout in layouts if names >= set(layout.fields)]
+        for layout in found:
+            if layout.fits(row):
                 return layout
+        if found:
+            return found[0]
     return None
 
 
 def _unknown(row: Mapping[str, Any], layouts: Sequence[Layout[Any]]) -> str:
-    known = " or ".join(f"({listed(layout.fields)})" for layout in layouts)
-    return f"must have the fields {known}, got ({listed(row)})"
+    layouts = sorted(layouts, key=lambda each: each.format != "plain")
+    known = dict.fromkeys(
+        f"({listed(each.fields)})"
+        + ("" if each.format == "plain" else f" of {FORMATS[each.format]}")
+        for each in layouts
+    )
+    field = layouts[0].fields[0]
+    return (
+        f"must have the fields {' or '.join(known)}, got ({listed(row)}); fields with "
+        f"other names are given as in --data.columns {field}=FIELD"
+    )
 
 
 def _mixed(
@@ -173,11 +281,7 @@ def _json_rows(path: str) -> _Rows:
                 f"{Path(path).suffix}; got {kind}. {remedy}"
             )
     for line, raw in json_lines(path):
-        yield line, partial(_json_row, raw)
-
-
-def _json_row(raw: bytes) -> dict[str, Any]:
-    return _filled(json_object(raw))
+        yield line, partial(json_object, raw)
 
 
 def _parquet_rows(path: str) -> _Rows:
@@ -217,7 +321,7 @@ def _parquet_row(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
             raise BadRowError(f"field {name!r} is not UTF-8 ({error.reason})") from None
         if value is not None:
             row[name] = value
-    return _filled(row)
+    return row
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.visible import VisibleConsole
 from launch import helps
+from launch.names import answers, check_names, options_of
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
 
@@ -154,10 +155,16 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         ValueError: there is no such recipe, it comes with `--config`, or either comes
             with a checkpoint and no learning rate for it; FILE cannot be read, has a
             key that the configuration lacks, or a value of the wrong type; options of a
-            warm start that there is not.
+            warm start that there is not, or of another program or framework
+            (`check_names`).
     """
     if helps.asked(arguments) is not None:
-        helps.shown(lambda rest: _read_options(program, rest), arguments)
+        own = options_of(program.default(arguments))
+        helps.shown(
+            lambda rest: _read_options(program, rest),
+            arguments,
+            lambda word: answers(word, program.name, own, within=True),
+        )
     return _read_options(program, arguments)
 
 
@@ -183,6 +190,8 @@ def _read_options[Config](program: Program[Config], arguments: list[str]) -> Con
         default = recipe()
     if file is not None:
         default = from_json(default, _read(Path(file)), where=file)
+    if not help_asked(arguments):
+        check_names(rest, program.name, options_of(default))
     if default is not usual and not help_asked(arguments):
         source = f"--config {file}" if recipe is None else f"--recipe {name}"
         random = not is_checkpoint(getattr(default, "model", None) or "")

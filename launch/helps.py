@@ -41,15 +41,20 @@ def asked(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def shown(read: Callable[[list[str]], object], arguments: list[str]) -> NoReturn:
+def shown(
+    read: Callable[[list[str]], object],
+    arguments: list[str],
+    elsewhere: Callable[[str], list[str]],
+) -> NoReturn:
     """Prints the help of a program, and ends it.
 
     Args:
         read: reads arguments, and prints the help of all options if --help is one.
         arguments: with --help, perhaps a word behind it, and other options.
+        elsewhere: lines about a word that names options of other programs.
 
     Raises:
-        SystemExit: with status 0; 1 if no option mentions the word.
+        SystemExit: with status 0; 1 if no option mentions the word, here or elsewhere.
     """
     word = asked(arguments) or ""
     place = next(i for i, each in enumerate(arguments) if each in ("-h", "--help"))
@@ -78,7 +83,10 @@ def shown(read: Callable[[list[str]], object], arguments: list[str]) -> NoReturn
     kept = _kept(whole, lambda entry: mentioned in " ".join(entry).lower())
     boxes = kept[kept.find("╭") :] if "╭" in kept else ""
     _print(boxes)
-    if boxes:
+    told = elsewhere(word)
+    if told:
+        print("\n".join(told))
+    if boxes or told:
         sys.exit(0)
     words = {part for box in _boxes(whole) for entry in box for part in _words(entry)}
     close = difflib.get_close_matches(mentioned, words, n=3)

@@ -2,12 +2,12 @@
 
 `reference/options/*` has the options of each program, from the docstrings and
 annotations of `jaxrl_post.config`; `reference/metrics.md` gets its tables from
-records/metrics.toml. An entry `FOLDER/*` of the navigation stands for the pages of a
-folder that are named nowhere else.
+records/metrics.toml, and `reference/names.md` from launch/names.toml. An entry
+`FOLDER/*` of the navigation stands for the pages of a folder that are named nowhere
+else.
 """
 
 import dataclasses
-import importlib
 import itertools
 import json
 import re
@@ -27,14 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from jaxrl_post.config.fields import FREE, Range  # noqa: E402
 from jaxrl_post.records.metric_table import rows  # noqa: E402
+from launch.names import PROGRAMS, names, program_of  # noqa: E402
 
 OPTIONS = "reference/options"
-PROGRAMS = (
-    "grpo", "ppo", "distill", "sft", "dpo", "reward", "evaluate", "convert", "serve",
-    "chat", "report", "plan",
-)  # fmt: skip
-
-
 # Names of options and of metrics.
 GROUPS = "|".join({name.partition("/")[0] for name in rows()})
 CODE = re.compile(rf"(?<![\w/])(--[a-z][\w.-]*\w|(?:{GROUPS})/[\w/<>*]*[\w>*])")
@@ -96,9 +91,17 @@ def served_table() -> str:
     return "\n".join(lines)
 
 
-def program_of(name: str) -> Any:
-    """The program `launch.NAME`."""
-    return importlib.import_module(f"launch.{name}").PROGRAM
+def names_tables() -> str:
+    """A table of the options of each other framework."""
+    lines: list[str] = []
+    framework = None
+    for each in names():
+        if each.framework != framework:
+            framework = each.framework
+            lines += ["", f"## {framework}", "", *_heading("Name", "Here", "Remark")]
+        here = ", ".join(each.to) or "none"
+        lines.append(f"| `{each.name}` | {_cell(here)} | {_cell(each.note)} |")
+    return "\n".join(lines)
 
 
 def options_page(name: str) -> str:
@@ -202,6 +205,7 @@ def presets() -> str:
 
 MARKS = {
     "<!-- metrics -->": metrics_tables,
+    "<!-- names -->": names_tables,
     "<!-- metrics of the server -->": served_table,
     "<!-- families -->": families,
     "<!-- presets -->": presets,

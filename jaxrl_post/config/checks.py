@@ -18,7 +18,7 @@ from jaxrl_post.config.algorithm import (
     DistillConfig,
 )
 from jaxrl_post.config.critic import CriticConfig
-from jaxrl_post.config.data import check_template
+from jaxrl_post.config.data import check_rows, check_template, columns_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
 from jaxrl_post.config.horizon import check_schedules
@@ -76,6 +76,10 @@ def check_options(config: RunConfig) -> None:
     """
     check_numbers(config)
     check_template(config.template)
+    if isinstance(config, RLConfig | SFTConfig):
+        check_rows(config.data, own=config.env is not None)
+    if isinstance(config, PreferenceConfig | RewardConfig):
+        columns_of(config.data.columns)
     check_schedules(config)
     _check_mesh(config.mesh, "--")
     for name in config.log:
@@ -223,6 +227,11 @@ def _check_kind(config: RewardConfig) -> None:
                     f"--{name}: is for --kind {kind} alone; got {value!r} with --kind "
                     f"{config.kind}; drop the option"
                 )
+    if config.kind == "process" and config.data.format not in ("auto", "plain"):
+        raise ConfigError(
+            f"--data.format: {config.data.format} has no labelled steps, which --kind "
+            "process learns from; drop the option"
+        )
 
 
 def _check_rl(config: RLConfig) -> None:

@@ -2,11 +2,13 @@
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import FREE
+from jaxrl_post.tables import Format
 
 __all__ = [
     "AS_IT_IS",
@@ -15,7 +17,9 @@ __all__ = [
     "OnOverlap",
     "OnUnwritten",
     "TemplateConfig",
+    "check_rows",
     "check_template",
+    "columns_of",
     "date_of",
     "spelled",
     "variables_of",
@@ -50,6 +54,13 @@ class DataConfig:
             out a part of them, such as tool calls, tools or reasoning: fail, stop with
             an error that counts them; drop, leave them out; allow, use what the
             template writes.
+        columns: fields that the files call otherwise, as NAME=FIELD: prompt=question
+            answer=solution for an environment, messages=conversation for launch.sft.
+        format: format of the rows of launch.sft. plain: messages, prompt and
+            completion, or text; sharegpt: conversations of {"from", "value"}, perhaps
+            with system and tools; alpaca: instruction and output, perhaps with input,
+            system and history; auto: the one whose fields a row has, which the run says
+            unless it is plain. An environment reads its own rows.
     """
 
     path: str | None = None
@@ -57,11 +68,13 @@ class DataConfig:
     on_bad_row: Literal["fail", "skip"] = "fail"
     on_overlap: OnOverlap = "fail"
     on_unwritten: OnUnwritten = "fail"
+    columns: tuple[str, ...] = ()
+    format: Format = "auto"
 
 
 @dataclass(frozen=True)
 class TemplateConfig:
-    """Variables and the date that the model's chat template reads.
+    """The model's chat template: the variables and the date that it reads.
 
     A run's model keeps the variables of that run; options given here override them one
     by one. A model with its own template, `reward.model`, takes the variables of its
@@ -76,13 +89,57 @@ class TemplateConfig:
         date: YYYY-MM-DD, for templates that write the date. None: in training, the day
             on which the run began, which config.json keeps; in an evaluation, the date
             of the run that made the model, else today; elsewhere, today.
+        on_mismatch: what to do about a model directory whose tokenizer seems to be
+            another model's, or which is for chats and has no template: fail, stop with
+            an error; allow, use it as it is, without a template as plain text. The
+            model of a run is allowed if its run was.
     """
 
     variables: tuple[str, ...] = ()
     date: str | None = None
+    on_mismatch: Annotated[Literal["fail", "allow"], FREE] = "fail"
 
 
 AS_IT_IS = TemplateConfig()
+
+
+def check_rows(config: DataConfig, *, own: bool) -> None:
+    """Refuses columns that are malformed, and a format where none is read.
+
+    Args:
+        config: names the files.
+        own: whether an environment reads them.
+
+    Raises:
+        ConfigError: as `columns_of`; or the format does nothing.
+    """
+    columns_of(config.columns)
+    if config.format != "auto" and (own or config.path is None):
+        raise ConfigError(
+            "--data.format: is for the chats of --data.path in launch.sft without "
+            f"--env; got {config.format}; drop the option"
+        )
+
+
+def columns_of(columns: Sequence[str]) -> dict[str, str]:
+    """The file's names of fields, by the names that they have here.
+
+    Raises:
+        ConfigError: an entry is not NAME=FIELD, or a name or a field occurs twice.
+
+    >>> columns_of(("prompt=question", "completion=answer"))
+    {'prompt': 'question', 'completion': 'answer'}
+    """
+    found: dict[str, str] = {}
+    for each in columns:
+        name, _, field = each.partition("=")
+        if not (name and field) or name in found or field in found.values():
+            raise ConfigError(
+                "--data.columns: must be NAME=FIELD, each name and each field once, "
+                f"such as prompt=question completion=answer; got {each!r}"
+            )
+        found[name] = field
+    return found
 
 
 def check_template(config: TemplateConfig) -> None:

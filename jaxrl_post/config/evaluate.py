@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.data import DataConfig, TemplateConfig, check_template
+from jaxrl_post.config.data import (
+    DataConfig,
+    TemplateConfig,
+    check_rows,
+    check_template,
+)
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
@@ -136,6 +141,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
     """
     check_numbers(config)
     check_template(config.template)
+    check_rows(config.data, own=True)
     read_mesh(config.mesh)
     check_judges(config.judges, config.reward_cpus, "")
     if config.temperature is not None and 0 < config.temperature < 1e-5:

@@ -14,6 +14,7 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import RunConfig
+from jaxrl_post.tables import Format
 
 __all__ = [
     "PREFERENCES",
@@ -50,12 +51,20 @@ class PairsConfig:
         on_unwritten: what to do about prompts and answers if the chat template leaves
             out a part of them, such as a system prompt: fail, stop with an error that
             counts them; drop, leave them out; allow, take what the template writes.
+        columns: fields that the file calls otherwise, as NAME=FIELD: prompt=question
+            chosen=better rejected=worse.
+        format: format of the rows. plain: the layouts above; sharegpt: conversations of
+            {"from", "value"}; alpaca: instruction, perhaps with input, system and
+            history; both with chosen and rejected, or with label; auto: the one whose
+            fields a row has, which the run says unless it is plain.
     """
 
     path: str | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
     eval_share: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.1
     on_unwritten: OnUnwritten = "fail"
+    columns: tuple[str, ...] = ()
+    format: Format = "auto"
 
 
 @dataclass(frozen=True)
@@ -125,8 +134,8 @@ class SFTConfig(OfflineConfig):
     Attributes:
         env: arithmetic, code, facts, gsm8k, guess, instructions, jsonl, lookup, nim,
             text2sql, world, reasoning-gym:<task>, or <module>:<factory>, with options
-            as in arithmetic?level=2. None for the rows of `data.path`, which have
-            messages, prompt and completion, or text; arithmetic without a file.
+            as in arithmetic?level=2. None for the rows of `data.path`, in one of the
+            forms of `data.format`; arithmetic without a file.
         data: files of chats, texts or tasks.
     """
 

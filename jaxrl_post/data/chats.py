@@ -3,13 +3,16 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_post.conversations import answer_of, group_of, prompt_of, text_of
+from jaxrl_post.data import formats
 from jaxrl_post.data.call_forms import calls_of
 from jaxrl_post.data.tokenizer_files import TokenizerError
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
-from jaxrl_post.tables import Layout, listed, read_table
+from jaxrl_post.tables import Format, Layout, listed, read_table
 
 __all__ = ["Chat", "Text", "read_chats"]
 
@@ -57,12 +60,16 @@ class Text:
 
 
 def read_chats(
-    path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
+    path: str | os.PathLike[str],
+    *,
+    on_bad_row: OnBadRow = "fail",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    file_format: Format = "auto",
 ) -> tuple[list[Chat | Text], Report]:
     r"""Reads the examples of supervised fine-tuning.
 
-    The fields of the first good row determine which of three layouts the file has;
-    every row must have this layout:
+    The fields of the first good row determine which of five layouts the file has; every
+    row must have this layout:
 
     - messages: a list of {"role", "content"}, with at least one turn of the assistant.
       A message may also have name, tool_calls, tool_call_id and reasoning_content, and
@@ -72,9 +79,13 @@ def read_chats(
       learned. A text as the prompt is a message of the user. Messages and `tools` are
       as above.
     - text: every token is learned.
+    - conversations, of ShareGPT: a list of {"from", "value"}, perhaps with system and
+      tools; every turn of gpt and every function_call is learned.
+    - instruction, output, of Alpaca, perhaps with input, system and history; the output
+      and the answers in the history are learned.
 
-    Which files it reads, bad rows, the report and what is raised are as in
-    `tables.read_table`.
+    Which files it reads, bad rows, columns, formats, the report and what is raised are
+    as in `tables.read_table`.
 
     Returns:
         The conversations or texts, and a report.
@@ -89,7 +100,9 @@ def read_chats(
     >>> chat.group, chat.messages[-1]["content"]
     ('2+2=', '4')
     """
-    return read_table(path, _LAYOUTS, on_bad_row=on_bad_row)
+    return read_table(
+        path, _LAYOUTS, on_bad_row=on_bad_row, columns=columns, file_format=file_format
+    )
 
 
 def _conversation(row: Mapping[str, Any]) -> list[Chat | Text]:
@@ -97,17 +110,41 @@ def _conversation(row: Mapping[str, Any]) -> list[Chat | Text]:
     if not isinstance(value, list):
         got = type(value).__name__
         raise BadRowError(f"field 'messages' must be a list of messages, got {got}")
-    messages = _messages(value, "messages")
+    return [_chat(value, "messages", row.get("tools"))]
+
+
+def _shared(field: str, row: Mapping[str, Any]) -> list[Chat | Text]:
+    """A row of ShareGPT."""
+    messages = formats.sharegpt_messages(row, field)
+    return [_chat(messages, field, formats.sharegpt_tools(row))]
+
+
+def _instruction(row: Mapping[str, Any]) -> list[Chat | Text]:
+    """A row of Alpaca."""
+    prompt = formats.alpaca_prompt(row)
+    output = text_of(row["output"], "field 'output'")
+    if not output.strip():
+        raise BadRowError("field 'output' is empty")
+    said = {"role": "assistant", "content": output}
+    # Earlier answers are learned too.
+    if any(each["role"] == "assistant" for each in prompt):
+        return [_chat([*prompt, said], "history", None)]
+    group = "\n\n".join(each["content"] for each in prompt)
+    return [Chat((*prompt, said), group, only_last=True)]
+
+
+def _chat(value: list[Any], field: str, tools: Any) -> Chat:
+    messages = _messages(value, field)
     first = next(
         (i for i, each in enumerate(messages) if each["role"] == "assistant"), None
     )
     if first is None:
         raise BadRowError(
-            "field 'messages' has no turn of the assistant, so there is nothing to "
+            f"field {field!r} has no turn of the assistant, so there is nothing to "
             "learn"
         )
     before = [each.get("content") or "" for each in messages[:first]]
-    return [Chat(messages, "\n\n".join(before), tools=_tools(row.get("tools")))]
+    return Chat(messages, "\n\n".join(before), tools=_tools(tools))
 
 
 def _messages(value: list[Any], field: str) -> tuple[Mapping[str, Any], ...]:
@@ -211,8 +248,27 @@ def _text(row: Mapping[str, Any]) -> list[Chat | Text]:
     return [Text(text)]
 
 
+def _of_sharegpt(field: str) -> Layout[Chat | Text]:
+    return Layout(
+        (field,),
+        partial(_shared, field),
+        formats.SHAREGPT_OPTIONAL,
+        "sharegpt",
+        partial(formats.is_sharegpt, field),
+    )
+
+
 _LAYOUTS: Sequence[Layout[Chat | Text]] = (
-    Layout(("messages",), _conversation),
-    Layout(("prompt", "completion"), _completion),
+    _of_sharegpt("messages"),
+    Layout(("messages",), _conversation, ("tools",)),
+    Layout(("prompt", "completion"), _completion, ("tools",)),
     Layout(("text",), _text),
+    _of_sharegpt("conversations"),
+    Layout(
+        ("instruction", "output"),
+        _instruction,
+        formats.ALPACA_OPTIONAL,
+        "alpaca",
+        formats.is_alpaca,
+    ),
 )

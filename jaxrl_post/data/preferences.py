@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_post.conversations import (
@@ -22,9 +23,10 @@ from jaxrl_post.conversations import (
     require_prompt,
     text_of,
 )
+from jaxrl_post.data import formats
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 from jaxrl_post.messages import Message
-from jaxrl_post.tables import Layout, listed, read_table
+from jaxrl_post.tables import Format, Layout, listed, read_table
 
 __all__ = ["JudgedAnswer", "Preference", "read_preferences"]
 
@@ -75,12 +77,16 @@ class JudgedAnswer:
 
 
 def read_preferences(
-    path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
+    path: str | os.PathLike[str],
+    *,
+    on_bad_row: OnBadRow = "fail",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    file_format: Format = "auto",
 ) -> tuple[list[Preference] | list[JudgedAnswer], Report]:
     r"""Reads pairs of a preferred and a less preferred answer, or judged answers.
 
-    The fields of the first good row determine which of four layouts the file has; every
-    row must have this layout:
+    The fields of the first good row determine which layout the file has; every row must
+    have this layout:
 
     - prompt, chosen, rejected: each a text, or a list of {"role", "content"}; an answer
       as a list is the assistant's message, alone or after the prompt's messages.
@@ -92,17 +98,21 @@ def read_preferences(
       unused.
     - prompt, completion, label: an answer in a form of the first layout, and a bool,
       true for a desirable answer.
+    - of ShareGPT: conversations, a prompt of turns {"from", "value"}, with such a turn
+      in chosen and in rejected; or conversations that end with the answer, and label.
+    - of Alpaca: instruction, perhaps with input, system and history, with the texts
+      chosen and rejected, or with output and label.
 
     The first two layouts may have numbers score_chosen and score_rejected (or
     chosen_score, chosen_rating, chosen-rating), whose difference is the margin. A row
     with tools is bad, and so is a message with more than role and content that a chat
     template would write, such as tool_calls or reasoning_content.
 
-    Which files it reads, bad rows, the report and what is raised are as in
-    `tables.read_table`.
+    Which files it reads, bad rows, columns, formats, the report and what is raised are
+    as in `tables.read_table`.
 
     Returns:
-        The preferences (judged answers for the fourth layout) and a report.
+        The preferences (judged answers for layouts with a label) and a report.
 
     Raises:
         ValueError: as there; or there is no pair.
@@ -116,7 +126,9 @@ def read_preferences(
     >>> preference.messages, preference.chosen, preference.rejected
     ((Message(role='user', content='2+2='),), '4', '5')
     """
-    found, report = read_table(path, _LAYOUTS, on_bad_row=on_bad_row)
+    found, report = read_table(
+        path, _LAYOUTS, on_bad_row=on_bad_row, columns=columns, file_format=file_format
+    )
     if not found:
         raise ValueError(
             f"{os.fspath(path)}: empty data set, no row has both a correct and an "
@@ -197,12 +209,67 @@ def _judged(row: Mapping[str, Any]) -> list[JudgedAnswer]:
     return [JudgedAnswer(messages, answer, desirable, group_of(messages))]
 
 
+def _shared_pair(row: Mapping[str, Any]) -> list[Preference]:
+    """A pair of ShareGPT."""
+    answers = {each: formats.sharegpt_answer(row, each) for each in _ANSWERS}
+    prompt = formats.sharegpt_messages(row, "conversations")
+    return _with_prompt({**row, **answers, "prompt": prompt})
+
+
+def _shared_answer(row: Mapping[str, Any]) -> list[JudgedAnswer]:
+    """A judged answer of ShareGPT, the last turn of a conversation."""
+    *prompt, answer = formats.sharegpt_messages(row, "conversations")
+    if not prompt:
+        raise BadRowError("field 'conversations' has one turn, so there is no prompt")
+    return _judged({**row, "prompt": prompt, "completion": [answer]})
+
+
+def _instruction_pair(row: Mapping[str, Any]) -> list[Preference]:
+    """A pair of Alpaca."""
+    return _with_prompt({**row, "prompt": formats.alpaca_prompt(row)})
+
+
+def _instruction_answer(row: Mapping[str, Any]) -> list[JudgedAnswer]:
+    """A judged answer of Alpaca."""
+    prompt = formats.alpaca_prompt(row)
+    return _judged({**row, "prompt": prompt, "completion": row["output"]})
+
+
+_ANSWERS = ("chosen", "rejected")
+_NUMBERS = tuple(name for names in _SCORES for name in names)
+
 # Any: all rows of a file have one layout, so its examples have one type.
 _LAYOUTS: Sequence[Layout[Any]] = (
-    Layout(("prompt", "chosen", "rejected"), _with_prompt),
-    Layout(("chosen", "rejected"), _conversations),
+    Layout(
+        ("conversations", *_ANSWERS),
+        _shared_pair,
+        ("system", *_NUMBERS),
+        "sharegpt",
+        formats.is_sharegpt_pair,
+    ),
+    Layout(
+        ("instruction", *_ANSWERS),
+        _instruction_pair,
+        (*formats.ALPACA_OPTIONAL, *_NUMBERS),
+        "alpaca",
+        formats.is_alpaca_pair,
+    ),
+    Layout(("prompt", *_ANSWERS), _with_prompt, _NUMBERS),
+    Layout(_ANSWERS, _conversations, _NUMBERS),
     Layout(("question", "ground_truth"), _solutions),
     Layout(("prompt", "completion", "label"), _judged),
+    Layout(
+        ("conversations", "label"),
+        _shared_answer,
+        ("system",),
+        "sharegpt",
+    ),
+    Layout(
+        ("instruction", "output", "label"),
+        _instruction_answer,
+        formats.ALPACA_OPTIONAL,
+        "alpaca",
+    ),
 )
 
 

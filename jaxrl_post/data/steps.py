@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,17 @@ class Solution:
 
 
 def read_steps(
-    path: str | os.PathLike[str], *, on_bad_row: OnBadRow = "fail"
+    path: str | os.PathLike[str],
+    *,
+    on_bad_row: OnBadRow = "fail",
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Solution], Report]:
     r"""Reads solutions whose steps are labelled, in the layout of TRL's data sets.
 
     A row has `prompt`, a text or a list of {"role", "content"}; `completions`, the
     steps, a list of texts; and `labels`, as many bools or numbers in [0, 1].
 
-    Which files it reads, bad rows, the report and what is raised are as in
+    Which files it reads, bad rows, columns, the report and what is raised are as in
     `tables.read_table`.
 
     Returns:
@@ -65,7 +69,7 @@ def read_steps(
     (('2+1', '4'), (1.0, 0.0))
     """
     layout = Layout(("prompt", "completions", "labels"), _solution)
-    return read_table(path, [layout], on_bad_row=on_bad_row)
+    return read_table(path, [layout], on_bad_row=on_bad_row, columns=columns)
 
 
 def judged_tokens(

@@ -124,7 +124,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, calculate,
     code, facts, functions, gsm8k, guess, instructions, jsonl, judged, lookup, mixture,
     nemo-gym, nim, openenv, text2sql, verifiers, world, reasoning-gym:<task>,
-    <module>:<factory>
+    <module>:<factory>; did you mean 'arithmetic'?
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from rich.console import Console
 
-from jaxrl_post.config.data import DataConfig, OnUnwritten
+from jaxrl_post.config.data import DataConfig, OnUnwritten, columns_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat, learned, packing, spans
 from jaxrl_post.data.chats import Chat, Text, read_chats
@@ -17,7 +17,7 @@ from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import TEXTS, fitting
 from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened
-from jaxrl_post.records.sinks import warnings_shown
+from jaxrl_post.records.sinks import show_report, warnings_shown
 
 __all__ = ["Chats", "open_chats"]
 
@@ -145,7 +145,7 @@ def open_chats(config: DataConfig, console: Console) -> Chats:
     if config.path is None:
         raise ConfigError(
             "--data.path: needs a .jsonl or .parquet file with messages, prompt and "
-            "completion, or text"
+            "completion, or text, or of ShareGPT or Alpaca"
         )
     with warnings_shown(console):
         found = _read(config.path, config, console)
@@ -171,9 +171,13 @@ def open_chats(config: DataConfig, console: Console) -> Chats:
 
 
 def _read(path: str, config: DataConfig, console: Console) -> list[Chat | Text]:
-    found, report = read_chats(path, on_bad_row=config.on_bad_row)
-    if report.num_bad:
-        console.print(str(report), style="yellow", markup=False, highlight=False)
+    found, report = read_chats(
+        path,
+        on_bad_row=config.on_bad_row,
+        columns=columns_of(config.columns),
+        file_format=config.format,
+    )
+    show_report(report, console)
     return found
 
 

@@ -1,9 +1,9 @@
 """Makes the environment that a run's options name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxrl_post import envs
-from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.data import DataConfig, columns_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.envs import (
     Environment,
@@ -26,6 +26,11 @@ FROM_FILES = {
 }
 # Environments that read a file if one is given, and make their tasks otherwise.
 WITHOUT_FILES_TOO = ("instructions", "text2sql")
+# The options with which an environment names the fields of its rows.
+NAMES_FIELDS = {
+    "jsonl": ("prompt", "answer", "solution"),
+    "judged": ("prompt", "answer"),
+}
 
 
 def make_environment(
@@ -44,12 +49,7 @@ def make_environment(
             installed; tools that are not available, or an environment that judges no
             single answer.
     """
-    options = _file_options(spec, data)
-    try:
-        environment = envs.make(spec, options=options)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise ConfigError(f"--env: {error}") from error
-    return _with_tools(environment, tools)
+    return _with_tools(_made(spec, _file_options(spec, data)), tools)
 
 
 def check_functions(
@@ -72,6 +72,13 @@ def check_functions(
         raise ConfigError(f"--env: {error}") from error
 
 
+def _made(spec: str, options: Mapping[str, str]) -> Environment:
+    try:
+        return envs.make(spec, options=options)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise ConfigError(f"--env: {error}") from error
+
+
 def _with_tools(environment: Environment, tools: Sequence[str]) -> Environment:
     if not tools:
         return environment
@@ -89,10 +96,12 @@ def _with_tools(environment: Environment, tools: Sequence[str]) -> Environment:
 def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
     name = spec.partition("?")[0]
     if name in WITHOUT_FILES_TOO and data.path is None and data.eval_path is None:
-        return {}
+        return _fields(name, data.columns)
     if name not in FROM_FILES and name not in WITHOUT_FILES_TOO:
-        for field in ("path", "eval_path"):
-            if getattr(data, field) is not None:
+        for field in ("path", "eval_path", "columns"):
+            if getattr(data, field) not in (None, ()):
+                # An unknown name is another mistake.
+                _made(spec, {})
                 raise ConfigError(
                     f"--data.{field}: the environment {name!r} reads no file; drop the "
                     "option, or use --env jsonl (gsm8k for GSM8K's own files)"
@@ -104,4 +113,21 @@ def _file_options(spec: str, data: DataConfig) -> dict[str, str]:
     options: dict[str, str] = {"path": data.path, "on_bad_row": data.on_bad_row}
     if data.eval_path is not None:
         options["eval_path"] = data.eval_path
-    return options
+    return options | _fields(name, data.columns)
+
+
+def _fields(name: str, columns: Sequence[str]) -> dict[str, str]:
+    """The options of an environment that name the fields of its rows."""
+    known = NAMES_FIELDS.get(name, ())
+    fields: dict[str, str] = {}
+    for ours, theirs in columns_of(columns).items():
+        # A prompt may be a text or messages.
+        option = "prompt" if ours == "messages" else ours
+        if option not in known or option in fields:
+            has = f"the fields {', '.join(known)}, each once" if known else "none"
+            raise ConfigError(
+                f"--data.columns: {ours}={theirs}: of the fields of its files the "
+                f"environment {name!r} lets you name {has}; drop the option"
+            )
+        fields[option] = theirs
+    return fields

@@ -1,6 +1,7 @@
 """Makes the preference loss of a configuration, and reads its data files."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -12,6 +13,7 @@ from jaxrl_post.algorithms import (
     unpaired,
 )
 from jaxrl_post.algorithms.pairs import PreferenceAlgorithm
+from jaxrl_post.config.data import columns_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import PREFERENCES, PairsConfig, PreferenceLossConfig
 from jaxrl_post.data.held_out import one_a_group, split
@@ -21,15 +23,13 @@ from jaxrl_post.data.unpaired import unpaired as taken_apart
 from jaxrl_post.examples.packed import JudgedExamples, Pairs, Solutions
 from jaxrl_post.jsonl import Report
 from jaxrl_post.records.own import loaded, made
-from jaxrl_post.records.sinks import warnings_shown
+from jaxrl_post.records.sinks import show_report, warnings_shown
 from jaxrl_post.specs import named_parameters
 
 __all__ = ["make_preference", "open_judgements", "open_pairs", "open_solutions"]
 
 OPTION = "--loss.name"
 _MODULES = (preference, reference_free, unpaired, anchored)
-# The expected contents of a file, for messages.
-PAIRS = "preference pairs"
 
 
 def preference_function(
@@ -113,7 +113,7 @@ def open_pairs(
         ConfigError: no file is named, it holds judged answers, or pairs lack scores.
         ValueError: the file is bad.
     """
-    found = _read(config, console, read_preferences, PAIRS)
+    found = _pairs(config, console)
     pairs = [each for each in found if isinstance(each, Preference)]
     if len(pairs) < len(found):
         raise ConfigError(
@@ -138,7 +138,7 @@ def open_judgements(config: PairsConfig, console: Console) -> JudgedExamples:
         ConfigError: no file is named, or all training answers have the same label.
         ValueError: the file is bad.
     """
-    found = _read(config, console, read_preferences, PAIRS)
+    found = _pairs(config, console)
     judged = [each for each in found if isinstance(each, JudgedAnswer)]
     judged += taken_apart([each for each in found if isinstance(each, Preference)])
     train, held_out = split(judged, eval_share=config.eval_share)
@@ -149,6 +149,13 @@ def open_judgements(config: PairsConfig, console: Console) -> JudgedExamples:
                 f"{noun}; answers of both kinds are needed to tell them apart"
             )
     return JudgedExamples(train, one_a_group(held_out))
+
+
+def _pairs(
+    config: PairsConfig, console: Console
+) -> Sequence[Preference | JudgedAnswer]:
+    read = partial(read_preferences, file_format=config.format)
+    return _read(config, console, read, "preference pairs")
 
 
 def open_solutions(
@@ -186,7 +193,10 @@ def _read[Item](
     if config.path is None:
         raise ConfigError(f"--data.path: needs a .jsonl or .parquet file of {noun}")
     with warnings_shown(console):
-        found, report = read(config.path, on_bad_row=config.on_bad_row)
-        if report.num_bad:
-            console.print(str(report), style="yellow", markup=False, highlight=False)
+        found, report = read(
+            config.path,
+            on_bad_row=config.on_bad_row,
+            columns=columns_of(config.columns),
+        )
+        show_report(report, console)
     return found

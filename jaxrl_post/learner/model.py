@@ -27,6 +27,7 @@ from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.files import replace_file, writing
 from jaxrl_post.kernels.dispatch import multiply_as_float32
+from jaxrl_post.learner.belonging import check_belonging
 from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
@@ -186,8 +187,9 @@ def open_model(
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
-            but `head` is "lm", its tokenizer cannot be read, or its chat template
-            does not read a variable.
+            but `head` is "lm", its tokenizer cannot be read, its chat template does
+            not read a variable, or the files of `--model` do not belong together
+            (`learner.belonging`).
         CheckpointError: its files cannot be read.
         MeshError: the mesh does not fit the devices or the model; raised before weights
             are read or programs compiled.
@@ -230,6 +232,8 @@ def open_model(
         tokenizer = tokenizer.for_model(config.vocab_size)
     except TokenizerError as error:
         raise ConfigError(f"{option}: {name}: {error}") from error
+    if stored and option == "--model":
+        check_belonging(Path(name), tokenizer, config.vocab_size, template)
     try:
         tokenizer = tokenizer.with_template(
             variables=variables_of(template), now=date_of(template)

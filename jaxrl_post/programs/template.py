@@ -28,29 +28,35 @@ def begun(
         model: from which the run begins.
         saved: the configuration of a run that is resumed, as config.json holds it.
     """
+    of_model = with_run(template, model)
     variables = spelled(variables_of(template))
     # A run of an earlier version may have begun without its model's variables.
     if saved is None or list(variables) != list(_section(saved).get("variables", ())):
-        variables = with_run(template, model).variables
+        variables = of_model.variables
     date = template.date or _section(saved).get("date")
     # A run that began with a version without the option has no day of its own.
     if date is None and saved is None:
         # Some processes may be past midnight already, or in another time zone.
         date = processes.exchange("the date", _today())[0]
-    return TemplateConfig(variables, date)
+    return TemplateConfig(variables, date, of_model.on_mismatch)
 
 
 def with_run(template: TemplateConfig, model: str) -> TemplateConfig:
     """Adds variables of the run that made a model, where none of that name is given.
 
+    A model that the run was allowed to use is allowed, too.
+
     Args:
         template: as given.
         model: a run, or the model of one; of another model nothing is known.
     """
-    of_run = TemplateConfig(tuple(_run_of(model).get("variables", ())))
+    section = _run_of(model)
+    of_run = TemplateConfig(tuple(section.get("variables", ())))
+    allowed = section.get("on_mismatch") == "allow"
     return replace(
         template,
         variables=spelled({**variables_of(of_run), **variables_of(template)}),
+        on_mismatch="allow" if allowed else template.on_mismatch,
     )
 
 

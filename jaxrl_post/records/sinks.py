@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat
 
 from rich.console import Console
 
+from jaxrl_post.jsonl import Report
 from jaxrl_post.records.directory import JsonLines, RunDirectory
 from jaxrl_post.records.trackers import Tracking, open_trackers
 
@@ -18,6 +19,7 @@ __all__ = [
     "NoLog",
     "Sample",
     "SampleLog",
+    "show_report",
     "tell_missing",
     "warnings_shown",
 ]
@@ -279,6 +281,14 @@ class _Shown(logging.Handler):
             self._seen.add(text)
             style = "yellow" if warns else None
             self._console.print(text, style=style, markup=False, highlight=False)
+
+
+def show_report(report: Report, console: Console) -> None:
+    """Prints the skipped rows of a file, and in which format it was read."""
+    if report.num_bad:
+        console.print(str(report), style="yellow", markup=False, highlight=False)
+    if report.remark:
+        console.print(f"{report.path}: {report.remark}", markup=False, highlight=False)
 
 
 @contextmanager

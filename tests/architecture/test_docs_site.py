@@ -11,6 +11,7 @@ from mkdocs.exceptions import Abort
 
 from jaxrl_post.config.fields import fields_of
 from jaxrl_post.records.metric_table import rows
+from launch.names import names
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,6 +114,13 @@ def test_the_page_of_the_metrics_has_every_metric():
     page = PAGES.metrics_tables()
     assert all(f"| `{name}`<br>" in page for name in rows())
     assert "jaxrl_post_generated_tokens_total" in PAGES.served_table()
+
+
+def test_the_page_of_the_names_has_every_name():
+    page = PAGES.names_tables()
+    assert all(f"| `{each.name}` | " in page for each in names())
+    assert "| `num_generations` | `--rollout.samples-per-prompt` |  |" in page
+    assert all(f"\n## {each}\n" in page for each in ("TRL", "verl", "prime-rl"))
 
 
 def test_a_folder_of_the_navigation_has_its_pages():

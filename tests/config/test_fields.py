@@ -56,6 +56,7 @@ TRAINING = {
     "warm_start.steps": "at least 0",
     "warm_start.examples_per_step": "at least 1",
     "warm_start.learning_rate": "greater than 0",
+    "template.on_mismatch": "free",
     "kernels": "free",
     "epochs": "greater than 0, free",
     "log": "free",

@@ -306,7 +306,8 @@ def test_a_row_without_the_fields_of_any_layout_is_told_them(jsonl):
         ValueError,
         match=r":1: must have the fields \('prompt', 'chosen', 'rejected'\) or "
         r"\('chosen', 'rejected'\) or \('question', 'ground_truth'\) or "
-        r"\('prompt', 'completion', 'label'\), got \('text'\)\.",
+        r"\('prompt', 'completion', 'label'\) or .* of Alpaca, got \('text'\); fields "
+        r"with other names are given as in --data.columns prompt=FIELD\.",
     ):
         read_preferences(jsonl({"text": "Hi!"}))
 

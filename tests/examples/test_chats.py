@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
 from jaxrl_post.config.offline import SFTConfig
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data.chats import Chat, Text
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.chats import Chats, open_chats
@@ -200,6 +203,52 @@ def test_a_conversation_that_the_template_refuses_is_named():
         match=r"--data.path: the conversation that begins with '1\+1=': .*alternate",
     ):
         Chats([TWO_TURNS], []).fitting(strict, max_tokens=20)
+
+
+def test_the_format_of_a_file_is_said_unless_it_is_plain(file, console):
+    turns = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+    rows = [{"id": i, "conversations": turns} for i in range(3)]
+    path = file(rows)
+    assert open_chats(DataConfig(path), console).train[0].messages[-1] == said("2")
+    assert f"{path}: read as ShareGPT\n" in console.file.getvalue()
+    with pytest.raises(ValueError, match=r"must have the fields \('messages'\)"):
+        open_chats(DataConfig(path, format="plain"), console)
+
+
+def test_columns_of_both_files_are_named(file, console):
+    rows = [{"question": each["prompt"], "answer": "a"} for each in ROWS]
+    columns = ("prompt=question", "completion=answer")
+    paths = file(rows[1:]), file(rows[:1], "eval.jsonl")
+    found = open_chats(DataConfig(*paths, columns=columns), console)
+    assert [each.group for each in (*found.eval, *found.train)] == [*"0123"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"columns": ("prompt",)}, "--data.columns: must be NAME=FIELD.* got 'prompt'"),
+        ({"columns": ("=a",)}, "--data.columns: must be NAME=FIELD"),
+        ({"columns": ("prompt=a", "prompt=b")}, "got 'prompt=b'"),
+        ({"columns": ("prompt=a", "completion=a")}, "got 'completion=a'"),
+        (
+            {"path": None, "format": "alpaca"},
+            "--data.format: is for the chats of --data.",
+        ),
+    ],
+)
+def test_columns_and_formats_that_cannot_be_are_refused(changes, told):
+    config = SFTConfig(data=replace(DataConfig(path="chats.jsonl"), **changes))
+    with pytest.raises(ConfigError, match=told):
+        check_options(config)
+
+
+def test_a_format_with_an_environment_is_refused(file):
+    data = DataConfig(file(ROWS), format="sharegpt")
+    for config in (SFTConfig(env="jsonl", data=data), RLConfig(env="jsonl", data=data)):
+        with pytest.raises(ConfigError, match=r"--data.format: .* without --env"):
+            check_options(config)
+    with pytest.raises(ConfigError, match=r"--data.format: .* without --env"):
+        check_evaluation(EvaluateConfig("demo", env="jsonl", data=data))
 
 
 def test_texts_for_a_tokenizer_are_what_is_said():

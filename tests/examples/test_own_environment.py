@@ -238,3 +238,51 @@ def test_a_call_without_a_text_is_an_error_of_the_tool(module, call):
     )
     assert kind == "tool_failed"
     assert "Mine.call" in outcome
+
+
+@pytest.mark.parametrize("name", ["gsm9k", "jsonk", "arithmetics"])
+@pytest.mark.parametrize(
+    "data",
+    [DataConfig(), DataConfig("rows.jsonl"), DataConfig(columns=("prompt=question",))],
+)
+def test_the_nearest_environment_is_named_with_and_without_a_file(name, data):
+    nearest = {"gsm9k": "gsm8k", "jsonk": "jsonl", "arithmetics": "arithmetic"}[name]
+    with pytest.raises(
+        ConfigError, match=f"--env: no environment '{name}'.*did you mean '{nearest}'?"
+    ):
+        make_environment(name, data)
+
+
+def test_a_name_that_is_near_to_none_gets_no_guess():
+    with pytest.raises(ConfigError, match=r"no environment 'zzz'; there are [^?]*$"):
+        make_environment("zzz", DataConfig("rows.jsonl"))
+
+
+def test_columns_are_the_fields_of_an_environment(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{i}=", "reply": f"{i}", "how": "so"} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("prompt=question", "answer=reply", "solution=how")
+    made = make_environment("jsonl", DataConfig(str(path), columns=columns))
+    (task, *_) = made.tasks("train")
+    assert (task.reference, made.demonstration(task)) == (task.data["answer"], "so")
+    made = make_environment("jsonl", DataConfig(str(path), columns=columns[1:2]))
+    with pytest.raises(ValueError, match="no field 'prompt'"):
+        made.tasks("train")
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns", "told"),
+    [
+        ("jsonl", ("completion=a",), "completion=a: .* prompt, answer, solution"),
+        ("jsonl", ("prompt=a", "messages=b"), "messages=b: .* each once"),
+        ("jsonl?prompt=a", ("prompt=b",), "option 'prompt' is given twice"),
+        ("gsm8k", ("prompt=a",), "environment 'gsm8k' lets you name none"),
+        ("arithmetic", ("prompt=a",), "'arithmetic' reads no file"),
+        ("text2sql", ("prompt=a",), "'text2sql' lets you name none"),
+    ],
+)
+def test_columns_that_an_environment_lacks_are_refused(spec, columns, told):
+    path = None if spec in ("arithmetic", "text2sql") else "rows.jsonl"
+    with pytest.raises(ConfigError, match=told):
+        make_environment(spec, DataConfig(path, columns=columns))

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jaxrl_post import pretrained
 from jaxrl_post.algorithms import Predictions, anchored, preference, reference_free
+from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.offline import (
     PREFERENCES,
@@ -22,7 +23,12 @@ from jaxrl_post.config.offline import (
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
 from jaxrl_post.data import packing
-from jaxrl_post.examples.preferences import make_preference, open_judgements, open_pairs
+from jaxrl_post.examples.preferences import (
+    make_preference,
+    open_judgements,
+    open_pairs,
+    open_solutions,
+)
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import read_rows
 from tests.programs.trainers import CONFIG, make_model
@@ -149,6 +155,34 @@ def test_judged_answers_are_those_of_pairs_taken_apart(written):
     assert len(set(held_out)) == len(held_out) == 40 - len(found.train) / 2
     assert {each.desirable for each in found.eval} == {True, False}
     assert not set(held_out) & {each.group for each in found.train}
+
+
+def test_columns_and_formats_of_pairs(written):
+    names = {"prompt": "instruction", "chosen": "better", "rejected": "worse"}
+    rows = [{names[name]: value for name, value in row.items()} for row in PAIRS]
+    columns = ("chosen=better", "rejected=worse")
+    plain = open_pairs(written(PAIRS), NOWHERE, remedy="")
+    for more, told in (
+        ({"columns": (*columns, "prompt=instruction")}, ""),
+        ({"columns": columns}, "read as Alpaca"),
+        ({"columns": columns, "format": "alpaca"}, "read as Alpaca"),
+    ):
+        console = Console(file=io.StringIO(), width=200)
+        config = replace(written(rows), **more)
+        assert open_pairs(config, console, remedy="") == plain
+        assert told in console.file.getvalue()
+    steps = [
+        {"question": f"{i}", "completions": ["a"], "labels": [i % 2]} for i in range(40)
+    ]
+    config = replace(written(steps), columns=("prompt=question",))
+    assert open_solutions(config, NOWHERE, separator="\n").train
+
+
+def test_labelled_steps_have_no_other_format(written):
+    data = replace(written(PAIRS), format="sharegpt")
+    config = RewardConfig(kind="process", data=data)
+    with pytest.raises(ConfigError, match=r"--data.format: sharegpt has no labelled"):
+        check_options(config)
 
 
 def test_held_out_pairs_are_not_the_first_of_each_prompt(written):

@@ -97,7 +97,7 @@ def kept(run: str | Path) -> dict:
 def done(config) -> SFTConfig:
     assert 'chat template: effort="high", the date 2026-11-20' in go_on(config)
     assert kept(config.run_dir) == {
-        "variables": ['effort="high"'], "date": "2026-11-20",
+        "variables": ['effort="high"'], "date": "2026-11-20", "on_mismatch": "fail",
     }  # fmt: skip
     return config
 
@@ -174,7 +174,7 @@ def test_an_evaluation_of_a_run_takes_its_variables_and_its_date(done, tmp_path)
     run_evaluation(evaluation, console=Console(file=out, width=1000))
     assert 'chat template: effort="high", the date 2026-11-20' in out.getvalue()
     result = json.loads(output.read_text())["config"]["template"]
-    assert result == {"variables": ['effort="high"'], "date": "2026-11-20"}
+    assert (result["variables"], result["date"]) == (['effort="high"'], "2026-11-20")
 
 
 def test_what_is_given_goes_before_what_the_run_has(done, model):
@@ -272,3 +272,16 @@ def test_every_program_that_renders_a_template_checks_its_options(program, capsy
     arguments = ["--model=none", "--template.date=never"]
     assert program.main(arguments) == 1
     assert "--template.date: must be a day" in capsys.readouterr().out
+
+
+def test_the_model_of_a_run_that_was_allowed_is_allowed(copied):
+    saved = json.loads((Path(copied.run_dir) / "config.json").read_text())
+    saved["config"]["template"]["on_mismatch"] = "allow"
+    (Path(copied.run_dir) / "config.json").write_text(json.dumps(saved))
+    model = f"{copied.run_dir}/model"
+    assert with_run(TemplateConfig(), model).on_mismatch == "allow"
+    assert of_evaluation(TemplateConfig(), model).on_mismatch == "allow"
+    assert begun(TemplateConfig(), model, None).on_mismatch == "allow"
+    assert begun(TemplateConfig(), "demo", None).on_mismatch == "fail"
+    given = TemplateConfig(on_mismatch="allow")
+    assert begun(given, "demo", None).on_mismatch == "allow"
