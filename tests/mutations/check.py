@@ -44,8 +44,10 @@ def main() -> int:
     ]
     if not wanted:
         parser.error(f"no fault is named like {', '.join(options.names)}")
-    # As Ctrl-C does: the tests that are running are ended below.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As Ctrl-C does: the tests that are running are ended below. In the background, a
+    # shell has Ctrl-C ignored, also by the tests of it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     workers = concurrent.futures.ThreadPoolExecutor(options.jobs)
     try:
         return _checked(workers, wanted)
