@@ -196,7 +196,9 @@ def _with_bases[Config](
             local, base = _replaced(local, "base", None), None
         line = f"{names[path]}: an adapter, merged into {named}"
         console.print(line, markup=False, highlight=False)
-    if base is not None and not hasattr(given, "step"):
+    # A run may have one.
+    is_run = (Path(_value(given, "model") or "") / "checkpoints").is_dir()
+    if base is not None and not is_run:
         raise ConfigError(
             f"--base: is the model under an adapter, and {_value(given, 'model')} is "
             "none; drop the option"

@@ -11,7 +11,7 @@ from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Burst, Chunk
-from jaxrl_post.sampler.scores import Scoring, Targets
+from jaxrl_post.sampler.scores import PromptScoring, Targets
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 
 __all__ = ["prefill_calls", "rows", "scored_calls"]
@@ -33,7 +33,7 @@ def prefill_calls(
 
 def scored_calls(
     chunks: list[Chunk], sizes: EngineConfig, split: int
-) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[Scoring, int, int]]]]:
+) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[PromptScoring, int, int]]]]:
     """Makes the arguments of calls that also score the tokens of their chunks.
 
     Args:
@@ -48,7 +48,7 @@ def scored_calls(
     for parts, count, length in _batched(chunks, sizes, split):
         tokens = np.zeros((split * count, length), np.int32)
         temperature = np.ones((split * count,), np.float32)
-        takers: list[tuple[Scoring, int, int]] = []
+        takers: list[tuple[PromptScoring, int, int]] = []
         for part, found in enumerate(parts):
             for row, chunk in enumerate(found, part * count):
                 scoring = chunk.segment.scoring

@@ -20,7 +20,7 @@ from jaxrl_post.types import Float, HostOrDevice, Int
 
 __all__ = [
     "Changes",
-    "Limits",
+    "LimitedTokens",
     "changes_of",
     "constraint_of",
     "first_stop",
@@ -99,7 +99,7 @@ def constraint_of(request: Request, vocab_size: int) -> Constraint | None:
     if not (sampling.min_tokens or sampling.bad_words):
         return inner
     try:
-        return Limits(sampling, inner, vocab_size)
+        return LimitedTokens(sampling, inner, vocab_size)
     except ConstraintError as error:
         raise ValueError(f"request {request.prompt_id}: {error}") from error
 
@@ -120,7 +120,7 @@ def first_stop(text: str, stops: Sequence[str], early: int = 0) -> int | None:
     return min((place for place in places if place >= 0), default=None)
 
 
-class Limits:
+class LimitedTokens:
     """Forbids stop tokens before `min_tokens`, and the last token of each bad word.
 
     Args:

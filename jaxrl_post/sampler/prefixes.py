@@ -12,7 +12,7 @@ batch has pages and a tree of its own.
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxrl_post.sampler.scores import Scoring
+from jaxrl_post.sampler.scores import PromptScoring
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 
 __all__ = ["Path", "PrefixTree", "Segment", "num_pages"]
@@ -48,7 +48,7 @@ class Segment:
         self.computed = self.drafted = 0
         self.pins = self.promised = 0
         self.current = True
-        self.scoring: Scoring | None = None
+        self.scoring: PromptScoring | None = None
         self.children: list[Segment] = []
         self.used = 0
 

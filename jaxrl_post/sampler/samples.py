@@ -13,7 +13,7 @@ from jaxrl_post.sampler.requests import (
     SampleId,
     Unfinished,
 )
-from jaxrl_post.sampler.scores import Scoring
+from jaxrl_post.sampler.scores import PromptScoring
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["Sample"]
@@ -43,7 +43,7 @@ class Sample:
     own: Segment | None = None
     constraint: Constraint | None = None
     alternatives: Alternatives | None = None
-    scoring: Scoring | None = None
+    scoring: PromptScoring | None = None
 
     @classmethod
     def of(cls, request: Request, sample_index: int, vocab_size: int) -> "Sample":

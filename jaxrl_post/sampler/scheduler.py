@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from jaxrl_post.sampler.limits import Limits
+from jaxrl_post.sampler.limits import LimitedTokens
 from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
 from jaxrl_post.sampler.requests import Alternatives, Request, SampleId
 from jaxrl_post.sampler.samples import Sample
-from jaxrl_post.sampler.scores import Scoring
+from jaxrl_post.sampler.scores import PromptScoring
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 from jaxrl_post.tokens import Tokens
 
@@ -321,7 +321,7 @@ class Scheduler:
         if sample.constraint is not None:
             for token in tokens.ids.tolist():
                 sample.constraint.advance(token)
-        if isinstance(sample.constraint, Limits) and sample.constraint.over:
+        if isinstance(sample.constraint, LimitedTokens) and sample.constraint.over:
             sample.constraint = sample.constraint.inner
 
     def release(self, sample: Sample) -> Sample:
@@ -438,7 +438,7 @@ class Scheduler:
         if rest:
             segment = tree.begin(path, rest, pages_for(len(rest)))
             if sample.scores:
-                segment.scoring = sample.scoring = Scoring.of(sample.request)
+                segment.scoring = sample.scoring = PromptScoring.of(sample.request)
             self._pending.append((part, segment, path))
             path = (*path, (segment, len(rest)))
         sample.part, sample.path = part, path

@@ -27,7 +27,7 @@ from jaxrl_post.sampler.truncation import likeliest
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, HostOrDevice, Int
 
-__all__ = ["Scores", "Scoring", "Targets", "token_scores"]
+__all__ = ["PromptScoring", "Targets", "TokenScores", "token_scores"]
 
 # Hidden states whose logits are in memory at a time.
 AT_ONCE = 128
@@ -45,7 +45,7 @@ class Targets(NamedTuple):
     temperature: Float[HostOrDevice, " rows"]
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """Scores of the tokens of `Targets`, with the fields of `PromptScores`."""
 
     logprobs: Float[HostOrDevice, "rows length"]
@@ -60,7 +60,7 @@ def token_scores(
     rules: Rules,
     hidden: Float[Array, "rows length hidden"],
     targets: Targets,
-) -> Scores:
+) -> TokenScores:
     """Scores tokens by the hidden states before them.
 
     Args:
@@ -78,7 +78,7 @@ def token_scores(
         pieces = array.reshape(rows, length // size, size, *array.shape[2:])
         return pieces.swapaxes(0, 1)
 
-    def score(piece: tuple[Array, Array]) -> Scores:
+    def score(piece: tuple[Array, Array]) -> TokenScores:
         states, tokens = piece
         scores = logits_of(config, unembedding(params), states.reshape(rows * size, -1))
         found = over_vocab(_scores, rules, scores, tokens.reshape(-1), temperature)
@@ -92,7 +92,7 @@ def token_scores(
 
 def _scores(
     logits: Array, tokens: Array, temperature: Array, *, axes: tuple[str, ...] = ()
-) -> Scores:
+) -> TokenScores:
     """`token_scores` of the logits that a device has, whose vocabulary `axes` split."""
     scaled, _, _, normalizer = weigh(logits, temperature, axes)
     chosen = entry_of(scaled, tokens, axes)
@@ -101,11 +101,11 @@ def _scores(
     # From the same logits: the likeliest token's own log-prob is the first of these.
     found = likeliest(scaled, MOST_ALTERNATIVES, axes)
     others = found.logits - normalizer[:, None]
-    return Scores(chosen - normalizer, ranks, found.ids, others)
+    return TokenScores(chosen - normalizer, ranks, found.ids, others)
 
 
 @dataclass(eq=False)
-class Scoring:
+class PromptScoring:
     """The scores of a prompt, chunk by chunk.
 
     Attributes:
@@ -117,15 +117,15 @@ class Scoring:
     divisor: float
     tokens: int
     found: PromptScores | None = None
-    _parts: list[tuple[Scores, int, int]] = field(default_factory=list)
+    _parts: list[tuple[TokenScores, int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Request) -> "Scoring":
+    def of(cls, request: Request) -> "PromptScoring":
         """The scoring of a request's prompt, without what was sampled after it."""
         own = len(request.prompt) - request.num_sampled
         return cls(request.sampling.divisor, own)
 
-    def add(self, scores: Scores, row: int, size: int) -> None:
+    def add(self, scores: TokenScores, row: int, size: int) -> None:
         """Adds the first `size` tokens of a row on the device."""
         self._parts.append((scores, row, size))
 

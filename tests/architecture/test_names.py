@@ -12,6 +12,7 @@ from jaxrl_post import algorithms, losses
 # idea has a name already.
 GLOSSARY = {
     "accept_k1_loss": "take kl.k1 as a loss all the same",
+    "aggregation": "reduction of the loss in place of the algorithm's own",
     "alpha": "exponent of a divergence, or of a length",
     "anchor": "whose log-probs the policy's ratio is to",
     "axis_name": "mesh axes over which arrays are split",

@@ -146,14 +146,14 @@ def test_a_wrong_option_of_an_environment_is_told(module, query, told):
     assert made(module, Good, "somebodys:mine?level=3") == "a"
 
 
-def grading(response):
+def grading(response, reply):
     return 1.0
 
 
 @pytest.mark.parametrize(
     ("mine", "told"),
     [
-        (grading, r"must take \(response, answer\), got a function of \(response\)"),
+        (grading, "it has the parameter 'reply' without a default, and a grader gets"),
         (later, "is an async function"),
         (each, "is a generator"),
         (Good(), "has no function or class 'mine', which is a value of type Good"),

@@ -184,7 +184,7 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
     [
         (
             {"stepz": 3},
-            r"config.json: unknown key 'stepz'; known: algorithm, base, checkpo",
+            r"config.json: unknown key 'stepz'; known: algorithm, base, callbac",
         ),
         (
             {"rollout": {"n": 3}},

@@ -1,4 +1,4 @@
-"""What options that are left at None become."""
+"""Values of options that are left at None."""
 
 import pytest
 

@@ -404,7 +404,7 @@ def test_a_function_of_the_package_takes_its_own_options_too():
 def test_the_options_that_all_share_are_known_by_name():
     assert set(SharedOptions.__annotations__) <= {
         "kl_coefficient", "kl_estimator", "kl_weights", "correction",
-        "entropy_coefficient",
+        "entropy_coefficient", "aggregation",
     }  # fmt: skip
 
 

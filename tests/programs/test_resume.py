@@ -201,11 +201,10 @@ def test_convert_and_evaluate_name_the_damaged_step(copied, tmp_path):
     assert not output.exists()
     convert(dataclasses.replace(options, step=LAST - 1), console=console)
     assert (output / "config.json").is_file()
-    with pytest.raises(
-        ConfigError,
-        match=rf"is a run, not .*\(step {LAST - 1}; step {LAST}, damaged: .*instead",
-    ):
-        run_evaluation(EvaluateConfig(model=copied.run_dir), console=console)
+    # A finished run has a model, and its checkpoints are not read.
+    evaluated = EvaluateConfig(model=copied.run_dir, step=LAST)
+    with pytest.raises(CheckpointError, match=rf"step {LAST} in .* is damaged: .*"):
+        run_evaluation(evaluated, console=console)
     assert (Path(copied.run_dir) / "checkpoints" / str(LAST)).is_dir()
 
 

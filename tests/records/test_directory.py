@@ -199,6 +199,7 @@ def test_description_is_written_whole(tmp_path):
         "head": "lm",
         "hub": {},
         "inputs": None,
+        "effective": {},
     }
     assert os.listdir(directory.path) == ["config.json"]
 

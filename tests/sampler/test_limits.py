@@ -10,7 +10,7 @@ from scipy.special import log_softmax, softmax
 
 from jaxrl_post.models import forward, logits
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
-from jaxrl_post.sampler.limits import Limits, changes_of, no_changes
+from jaxrl_post.sampler.limits import LimitedTokens, changes_of, no_changes
 from jaxrl_post.sampler.requests import ConstraintError
 from jaxrl_post.sampler.sampling import Drawing, SamplingArrays, sample
 from jaxrl_post.sharding import create_mesh
@@ -220,7 +220,7 @@ def test_limits_within_a_constraint():
         def advance(self, token):
             assert token % 2 == 0
 
-    limits = Limits(
+    limits = LimitedTokens(
         SamplingParams(min_tokens=1, stop_ids=(2,), bad_words=((4, 6), (8,))),
         Even(),
         VOCAB,
@@ -243,7 +243,7 @@ def test_limits_within_a_constraint():
             return bits([2])
 
     with pytest.raises(ConstraintError, match="no token is left"):
-        Limits(SamplingParams(min_tokens=1, stop_ids=(2,)), Two(), VOCAB)
+        LimitedTokens(SamplingParams(min_tokens=1, stop_ids=(2,)), Two(), VOCAB)
 
 
 def test_an_interrupted_sample_goes_on(engine, params):

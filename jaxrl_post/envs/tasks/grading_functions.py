@@ -54,7 +54,6 @@ class GradingFunction:
     needs: frozenset[str]
 
     @classmethod
-    @functools.cache
     def named(cls, name: str, known: str) -> GradingFunction:
         """Imports a function, and reads the names of its parameters.
 
