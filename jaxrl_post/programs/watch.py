@@ -33,9 +33,9 @@ RULES = (
         TRUNCATED,
         lambda share: share >= 0.5,
         3,
-        "{share} of the answers were cut at a limit of tokens or turns. A cut answer "
-        "has the reward that --rollout.truncated says, and no answer is complete that "
-        "is longer. Raise --rollout.max-tokens, or ask for shorter answers",
+        "{share} of the answers were cut at a limit of tokens or turns. Raise "
+        "--rollout.max-tokens, or ask for shorter answers; --rollout.truncated says "
+        "which reward a cut answer gets",
     ),
     Rule(
         "advantage/std",

@@ -210,10 +210,10 @@ def _fingerprint(found: Fingerprint) -> str:
         told = ", ".join(
             f"{fact} {value:08x}"
             if fact == "crc32"
-            else f"{value:,}{'' if fact == 'count' else f' {fact}'}"
+            else f"{value:,} {'texts' if fact == 'count' else fact}"
             for fact, value in facts.items()
         )
-        pieces.append(f"{name}: {told}")
+        pieces.append(f"{name.removeprefix('the number of ')}: {told}")
     return "; ".join(pieces)
 
 
