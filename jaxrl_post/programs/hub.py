@@ -196,11 +196,12 @@ def _with_bases[Config](
             local, base = _replaced(local, "base", None), None
         line = f"{names[path]}: an adapter, merged into {named}"
         console.print(line, markup=False, highlight=False)
-    # A run may have one.
-    is_run = (Path(_value(given, "model") or "") / "checkpoints").is_dir()
+    # A run may have one, and `convert` has its own check.
+    model = _value(given, "model")
+    is_run = model is None or (Path(model) / "checkpoints").is_dir()
     if base is not None and not is_run:
         raise ConfigError(
-            f"--base: is the model under an adapter, and {_value(given, 'model')} is "
+            f"--base: is the model under an adapter, and {model} is "
             "none; drop the option"
         )
     return Fetched(local, commits, names)
