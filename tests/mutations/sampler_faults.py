@@ -254,7 +254,7 @@ SAMPLER = [
         "kernels/row_tiles.py::isolated",
         "return jax.lax.cond(certain, function, never, *arguments)",
         "return function(*arguments)",
-        "sampler/test_exact.py",
+        "kernels/test_row_tiles.py",
     ),
     Fault(
         "exact mode scales scores of latents by the width of their entries",
