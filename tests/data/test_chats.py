@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxrl_post.data.chats import Chat, Text, read_chats
+from tests.row_files import write_rows
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
@@ -20,14 +21,7 @@ def said(content):
 @pytest.fixture
 def file(tmp_path):
     def write(*rows, name="chats.jsonl"):
-        path = tmp_path / name
-        if path.suffix == ".parquet":
-            arrow = pytest.importorskip("pyarrow", reason="needs the extra 'parquet'")
-            parquet = pytest.importorskip("pyarrow.parquet")
-            parquet.write_table(arrow.Table.from_pylist(list(rows)), path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
+        return write_rows(tmp_path / name, rows)
 
     return write
 

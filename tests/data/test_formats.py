@@ -9,6 +9,7 @@ from jaxrl_post.data.chats import Chat, Text, read_chats
 from jaxrl_post.data.preferences import JudgedAnswer, read_preferences
 from jaxrl_post.data.steps import read_steps
 from jaxrl_post.messages import Message
+from tests.row_files import write_rows
 
 
 def user(content):
@@ -34,14 +35,7 @@ def file(request, tmp_path):
     """Writes rows as JSON lines, and as a table in which absent fields are null."""
 
     def write(*rows):
-        path = tmp_path / f"rows.{request.param}"
-        if request.param == "parquet":
-            arrow = pytest.importorskip("pyarrow", reason="needs the extra 'parquet'")
-            parquet = pytest.importorskip("pyarrow.parquet")
-            parquet.write_table(arrow.Table.from_pylist(list(rows)), path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
+        return write_rows(tmp_path / f"rows.{request.param}", rows)
 
     return write
 
