@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 from rich.console import Console
 
+from jaxrl_post.config.fields import replaced
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.visible import VisibleConsole
 from launch import helps
@@ -161,14 +162,17 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
     if helps.asked(arguments) is not None:
         own = options_of(program.default(arguments))
         helps.shown(
-            lambda rest: _read_options(program, rest),
+            lambda rest: _read_options(program, rest, word=helps.asked(arguments)),
             arguments,
             lambda word: answers(word, program.name, own, within=True),
         )
     return _read_options(program, arguments)
 
 
-def _read_options[Config](program: Program[Config], arguments: list[str]) -> Config:
+def _read_options[Config](
+    program: Program[Config], arguments: list[str], word: str | None = None
+) -> Config:
+    """As `read_options`; for help, `word` is what it is about."""
     # As tyro reads them: --eval.num_tasks is --eval.num-tasks.
     arguments = [_OPTION.sub(_hyphened, argument) for argument in arguments]
     rest, description = arguments, program.description + "\n\n"
@@ -197,6 +201,10 @@ def _read_options[Config](program: Program[Config], arguments: list[str]) -> Con
         random = not is_checkpoint(getattr(default, "model", None) or "")
         if random and hasattr(default, "optimizer"):
             _check_rates(source, default, usual, arguments)
+    # Without a word, no option of an algorithm that can be None is shown.
+    sections = ("loss", "algorithm") if word else ("loss",)
+    if help_asked(arguments) and any(hasattr(default, each) for each in sections):
+        default = _in_effect(default, arguments)
     config = tyro.cli(
         type(default),
         default=default,
@@ -213,6 +221,28 @@ def _read_options[Config](program: Program[Config], arguments: list[str]) -> Con
     if hasattr(config, "warm_start"):
         _check_warm_start(config, arguments)
     return config
+
+
+def _in_effect[Config](default: Config, arguments: Sequence[str]) -> Config:
+    """Fills in what options that are None become, for --help to show.
+
+    They depend on the algorithm, its correction or the preference loss.
+    """
+    # It imports jax, which takes seconds.
+    from jaxrl_post.learner.effective import effective
+
+    named = default
+    for option in ("algorithm.name", "algorithm.correction.kind", "loss.name"):
+        name = given(arguments, f"--{option}")
+        if name is not None and hasattr(default, option.partition(".")[0]):
+            named = replaced(named, option, name)
+    try:
+        found = effective(named)  # type: ignore[arg-type]
+    except ValueError:
+        return default  # No such algorithm: --help is no place to refuse it.
+    for path, value in found.items():
+        default = replaced(default, path, value)
+    return default
 
 
 # The name of an option, also before "=".

@@ -12,7 +12,8 @@ __all__ = ["DEFAULTS", "beginning", "offline", "online"]
 # The end of a description, for --help.
 DEFAULTS = (
     "\n\nSome defaults depend on --model, --lora.rank and, where these exist, on "
-    "--env and --recipe: give these with --help to see the defaults."
+    "--env, --recipe, --algorithm.name and --loss.name: give these with --help to see "
+    "the defaults."
 )
 
 # With one of these options the user has an own task or model, so no demo.

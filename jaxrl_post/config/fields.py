@@ -26,6 +26,7 @@ __all__ = [
     "Range",
     "check_numbers",
     "fields_of",
+    "replaced",
 ]
 
 
@@ -109,3 +110,16 @@ def check_numbers(config: Any) -> None:
             if value is not None and isinstance(note, Range) and value not in note:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option}: must be {note}; got {_told(value)}")
+
+
+def replaced[Config](config: Config, path: str, value: Any) -> Config:
+    """Returns a configuration with another value of an option.
+
+    Args:
+        config: a nested dataclass.
+        path: of the option, such as "algorithm.clip_high".
+        value: the option's.
+    """
+    name, _, rest = path.partition(".")
+    inner = replaced(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: inner})  # type: ignore[type-var]

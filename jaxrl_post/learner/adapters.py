@@ -24,7 +24,7 @@ from jaxrl_post.models.adapters.lora import (
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import EXPERTS
 from jaxrl_post.models.params import param_specs
-from jaxrl_post.models.spec import abstract
+from jaxrl_post.models.spec import abstract, is_abstract
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.directory import read_config_file
 from jaxrl_post.pretrained.families import read_config, right_label
@@ -136,7 +136,8 @@ def with_adapter(
 
     Args:
         config: the adapter's options; with rank 0 the model is returned unchanged.
-        model: the model that becomes the frozen base.
+        model: the model that becomes the frozen base; of an abstract one the adapter
+            is abstract too.
         seed: seed of the adapter's initial values.
         option: as in `lora_of`.
         donate: whether to free the model's matrices once they are quantised; no other
@@ -152,18 +153,22 @@ def with_adapter(
     if config.quantize is not None:
         # Quantise first, because DoRA needs the norms of the quantised base.
         base = quantize(base, config.quantize, donate=donate)
-    adapter = initialize_adapter(
-        jax.random.key(seed),
-        base,
-        model.config,
-        lora,
-        dtype=jnp.float32,
-        mesh=model.mesh,
-        rules=model.rules,
-    )
+    specs = adapter_specs(model.config, lora)
+    if is_abstract(base):
+        adapter = abstract(specs, jnp.float32, model.mesh, model.rules)
+    else:
+        adapter = initialize_adapter(
+            jax.random.key(seed),
+            base,
+            model.config,
+            lora,
+            dtype=jnp.float32,
+            mesh=model.mesh,
+            rules=model.rules,
+        )
     return dataclasses.replace(
         model,
-        specs=adapter_specs(model.config, lora),
+        specs=specs,
         params=adapter,
         adaptation=Adaptation(base, lora),
     )

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.critic import CriticConfig
@@ -12,6 +11,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.model import Model, check_beside
 from jaxrl_post.models.matrix import is_matrix
+from jaxrl_post.models.spec import copied, is_abstract
 from jaxrl_post.pretrained.families import write_config
 
 __all__ = ["check_critic", "open_critic"]
@@ -64,7 +64,7 @@ def open_critic(
 
     Args:
         config: names the directory, if any, and the adapter.
-        model: the policy.
+        model: the policy; of an abstract one the critic is abstract too.
         seed: seed of the adapter's initial values.
         longest: tokens of the longest sequence that the critic reads.
 
@@ -84,6 +84,7 @@ def open_critic(
             rules=model.rules,
             dtype=model.dtype,
             head="value",
+            weights=not is_abstract(model.params),
         )
         check_beside(value_config, config.model, longest, "--critic.model")
         critic = dataclasses.replace(
@@ -108,15 +109,13 @@ def _beginning_as(model: Model, *, shared: bool) -> Model:
     params = model.base.replace(unembedding=None)  # type: ignore[attr-defined]
     if not shared:
         # An optimizer step donates its arrays, so it must not donate shared ones.
-        params = jax.tree.map(jnp.copy, params)
+        params = copied(params)
     specs = models.param_specs(config)
-    fresh = models.initialize(
-        jax.random.key(0),
-        {"head": specs.value_head},
-        model.dtype,
-        model.mesh,
-        model.rules,
-    )
+    head, layout = {"head": specs.value_head}, (model.dtype, model.mesh, model.rules)
+    if is_abstract(params):
+        fresh = models.abstract(head, *layout)
+    else:
+        fresh = models.initialize(jax.random.key(0), head, *layout)
     return dataclasses.replace(
         model,
         config=config,

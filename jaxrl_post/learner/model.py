@@ -23,7 +23,6 @@ from jaxrl_post.config.data import (
     variables_of,
 )
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.files import replace_file, writing
 from jaxrl_post.kernels.dispatch import multiply_as_float32
@@ -46,26 +45,23 @@ from jaxrl_post.sharding import (
     MeshError,
     Rules,
     create_mesh,
-    named_shardings,
-    per_device_bytes,
     processes,
-    split_size,
 )
 from jaxrl_post.types import PyTree
 
 __all__ = [
     "Adaptation",
     "Model",
-    "SamplerMemory",
     "check_beside",
     "check_context",
     "check_sample",
     "context_of",
     "is_stored",
-    "layout_table",
     "open_model",
     "read_tokenizer",
     "save_model",
+    "versions",
+    "with_weights",
 ]
 
 
@@ -91,7 +87,7 @@ class Model:
         config: hyperparameters.
         specs: tree of ParamSpecs of the trained parameters.
         params: sharded arrays of the trained parameters: the model's own, or an
-            adapter.
+            adapter; ShapeDtypeStructs before they are loaded.
         tokenizer: the model's tokenizer.
         mesh: mesh of the parameters.
         rules: mesh axes of every logical axis.
@@ -171,6 +167,7 @@ def open_model(
     rules: Rules = DEFAULT_RULES,
     option: str = "--model",
     template: TemplateConfig = AS_IT_IS,
+    weights: bool = True,
 ) -> Model:
     """Loads a model directory, or initialises a preset and trains its tokenizer.
 
@@ -184,6 +181,8 @@ def open_model(
         rules: mesh axes of every logical axis.
         option: name of the option that gives `name`, for errors.
         template: the date and variables that its chat template reads.
+        weights: False leaves the parameters abstract, ShapeDtypeStructs, for
+            `with_weights` to load.
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
@@ -207,22 +206,20 @@ def open_model(
                 rules=rules,
                 dtype=wanted,
                 head=None if head == "lm" else head,
+                weights=False,
             )
         if config.head != head:
             raise ConfigError(
                 f"{option}: {name} is a reward model; it has no output for tokens"
             )
-        specs = models.param_specs(config)
     elif name in PRESETS:
         config = dataclasses.replace(PRESETS[name], head=head)
-        specs = models.param_specs(config)
-        with _naming("--mesh"):
-            named_shardings(specs, device_mesh, rules)
-        tokenizer = make_tokenizer(min(config.vocab_size, 1024))
         wanted = jnp.dtype(dtype or "float32")
-        params = models.initialize(
-            jax.random.key(seed), specs, wanted, device_mesh, rules
-        )
+        with _naming("--mesh"):
+            params = models.abstract(
+                models.param_specs(config), wanted, device_mesh, rules
+            )
+        tokenizer = make_tokenizer(min(config.vocab_size, 1024))
     else:
         raise ConfigError(
             f"{option}: {name!r} is neither a directory nor a preset; presets are "
@@ -241,10 +238,44 @@ def open_model(
     except TokenizerError as error:
         raise ConfigError(f"--template.variables: {name}: {error}") from error
     model = Model(
-        name, config, specs, params, tokenizer, device_mesh, rules, preset=not stored
+        name,
+        config,
+        models.param_specs(config),
+        params,
+        tokenizer,
+        device_mesh,
+        rules,
+        preset=not stored,
     )
     multiply_as_float32(model.dtype)
-    return model
+    return with_weights(model, seed=seed, option=option) if weights else model
+
+
+def with_weights(model: Model, *, seed: int, option: str = "--model") -> Model:
+    """Loads or draws the parameters of an abstract model.
+
+    Args:
+        model: from `open_model`, without weights.
+        seed: seed of a preset's weights.
+        option: name of the option that gives the model, for errors.
+
+    Raises:
+        CheckpointError: the files of the weights cannot be read.
+    """
+    if model.preset:
+        params = models.initialize(
+            jax.random.key(seed), model.specs, model.dtype, model.mesh, model.rules
+        )
+    else:
+        with _naming(option):
+            _, params = pretrained.load(
+                model.name,
+                mesh=model.mesh,
+                rules=model.rules,
+                dtype=model.dtype,
+                head=model.config.head,
+            )
+    return dataclasses.replace(model, params=params)
 
 
 def read_tokenizer(directory: str, option: str) -> Tokenizer:
@@ -356,76 +387,6 @@ def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
     return dataclasses.replace(model, config=config, adaptation=adaptation), params
 
 
-@dataclass(frozen=True)
-class SamplerMemory:
-    """Arrays that a sampler keeps in memory.
-
-    Attributes:
-        cache: keys and values.
-        draft: the draft model's parameters and cache; None without one.
-        copies: its own copy of the parameters, if it has one.
-        mesh: on which the copy is.
-    """
-
-    cache: PyTree | None = None
-    draft: PyTree | None = None
-    copies: PyTree | None = None
-    mesh: Mesh | None = None
-
-
-def layout_table(
-    model: Model,
-    update: UpdateConfig,
-    *,
-    rows: int,
-    row_tokens: int,
-    optimizer: PyTree,
-    reference: PyTree | None = None,
-    critic: PyTree | None = None,
-    sampler: SamplerMemory = SamplerMemory(),
-) -> list[tuple[str, str, str]]:
-    """Returns rows (what, layout, MiB per device) for everything that takes memory.
-
-    Activations are an estimate, of `rows` rows of `row_tokens` tokens; the rest is
-    exact. Shared arrays, such as a base under two adapters, count once, in the first
-    row.
-    """
-    adaptation = model.adaptation
-    frozen = "" if adaptation is None else ", frozen"
-    parts = [
-        ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
-        ("adapter", "trained", None if adaptation is None else model.params),
-        ("optimizer", "float32 moments and master weights", optimizer),
-        ("reference", "frozen parameters", reference),
-        ("critic", "parameters and optimizer", critic),
-        ("sampler's copy", f"on {_axes(sampler.mesh or model.mesh)}", sampler.copies),
-        ("KV cache", "of all slots", sampler.cache),
-        ("draft model", "parameters and KV cache", sampler.draft),
-    ]
-    table, known = [("mesh", _axes(model.mesh), "")], set[int]()
-    for name, what, tree in parts:
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known]
-        known.update(map(id, leaves))
-        if leaves:
-            table.append((name, what, f"{per_device_bytes(leaves) / 2**20:,.1f}"))
-    row = f"{rows} rows" if rows > 1 else "1 row"
-    shape = f"estimate: {row} of {row_tokens} tokens, remat {update.remat}"
-    sums, kept = (
-        f"{size / 2**20:,.1f}"
-        for size in (
-            _gradient_bytes(model),
-            _activation_bytes(model, update, rows, row_tokens),
-        )
-    )
-    table.append(("gradients", "float32 sums, and a microbatch's", sums))
-    table.append(("activations", shape, kept))
-    return table
-
-
-def _axes(mesh: Mesh) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-
-
 def context_of(config: ModelConfig) -> int:
     """Returns the length in tokens of the longest sequence for training."""
     return min(config.max_length, config.rotation_limit or config.max_length)
@@ -504,38 +465,6 @@ def check_beside(
             f"{option}: {directory} {what}, and the longest sequence may have "
             f"{longest}; use a model with a longer context, or shorter sequences"
         )
-
-
-def _gradient_bytes(model: Model) -> int:
-    """Bytes of the summed gradients, and of a microbatch's own in the params' dtype."""
-    return sum(
-        per_device_bytes([leaf]) * (4 + leaf.dtype.itemsize) // leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(model.params)
-    )
-
-
-def _activation_bytes(
-    model: Model, update: UpdateConfig, rows: int, row_tokens: int
-) -> int:
-    """Bytes that all layers keep for the backward pass, and one layer's own pass."""
-    config, shape = model.config, model.mesh.shape
-    tokens = (
-        rows
-        * row_tokens
-        // split_size("batch", model.mesh, model.rules.with_context_as_batch())
-    )
-    hidden, inner, tp = config.hidden_size, config.intermediate_size, shape["tp"]
-    heads = config.num_heads * config.head_dim
-    entries = config.num_kv_heads * config.head_dim
-    # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
-    layer = 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp
-    kept = {
-        "full": hidden,
-        "dots": 3 * hidden + (heads + 2 * entries + 2 * inner) // tp,
-        "none": layer,
-    }[update.remat]
-    working = 0 if update.remat == "none" else layer
-    return tokens * (kept * config.num_layers + working) * model.dtype.itemsize
 
 
 def versions() -> dict[str, str]:

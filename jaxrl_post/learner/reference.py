@@ -19,6 +19,7 @@ from jaxrl_post.learner.model import (
 )
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.learner.teacher import Comparison
+from jaxrl_post.models.spec import copied, is_abstract
 from jaxrl_post.types import PyTree
 
 __all__ = [
@@ -87,7 +88,8 @@ def open_reference(
     """Opens the frozen policy of a run.
 
     Args:
-        model: the model to train, at step 0.
+        model: the model to train, at step 0; of an abstract one the reference is
+            abstract too.
         learner: gives temperature, rematerialisation and the size of a microbatch.
         directory: a model directory; None for the model at step 0.
         option: name of the directory's option, for errors.
@@ -104,7 +106,7 @@ def open_reference(
         if model.adaptation is not None:
             return Reference(scorer, model.base)
         # Copy the arrays, because the first update donates the originals.
-        return Reference(scorer, jax.tree.map(jnp.copy, model.params))
+        return Reference(scorer, copied(model.params))
     frozen = open_model(
         directory,
         mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
@@ -113,6 +115,7 @@ def open_reference(
         make_tokenizer=partial(tokenizer_of, list),
         rules=model.rules,
         option=option,
+        weights=not is_abstract(model.params),
     )
     require_same_ids(directory, model, option)
     check_beside(frozen.config, directory, longest, option)

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.models.spec import is_spec
-from jaxrl_post.sharding import Rules, named_shardings
+from jaxrl_post.models.spec import is_abstract, is_spec
+from jaxrl_post.sharding import Rules, named_shardings, placed
 from jaxrl_post.types import Array, Int, PyTree
 
 __all__ = ["TrainState", "create", "learning_rates", "make_optimizer", "shardings"]
@@ -88,7 +88,7 @@ def create(
     """Makes the state of step 0 without a copy of `params`.
 
     Args:
-        params: parameters in the compute dtype.
+        params: parameters in the compute dtype; abstract ones make an abstract state.
         optimizer: the optimizer from `make_optimizer`.
         layout: tree of shardings from `shardings`, or None on one device.
     """
@@ -102,7 +102,11 @@ def create(
     out = None
     if layout is not None:
         out = layout.step, layout.master, layout.opt_state
-    step, master, opt_state = jax.jit(rest, out_shardings=out)(params)
+    if is_abstract(params):
+        made = jax.eval_shape(rest, params)
+        step, master, opt_state = made if out is None else placed(made, out)
+    else:
+        step, master, opt_state = jax.jit(rest, out_shardings=out)(params)
     return TrainState(step=step, params=params, master=master, opt_state=opt_state)
 
 

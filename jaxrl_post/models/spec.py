@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["ParamSpec", "abstract", "initialize", "is_spec"]
+__all__ = ["ParamSpec", "abstract", "copied", "initialize", "is_abstract", "is_spec"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,23 @@ def abstract(
         named_shardings(specs, mesh, rules),
         is_leaf=is_spec,
     )
+
+
+def is_abstract(tree: PyTree) -> bool:
+    """Whether a tree has ShapeDtypeStructs in place of arrays."""
+    leaves = jax.tree.leaves(tree)
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def copied(tree: PyTree) -> PyTree:
+    """Copies arrays, and ShapeDtypeStructs, which stand for other arrays then."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update()
+        return jnp.copy(leaf)
+
+    return jax.tree.map(copy, tree)
 
 
 def initialize(

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxrl_post.models.adapters.lora import merged
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.params import DecoderParams, param_specs
-from jaxrl_post.models.spec import is_spec
+from jaxrl_post.models.spec import abstract, is_spec
 from jaxrl_post.pretrained.directory import (
     CONFIG_FILE,
     SavesItself,
@@ -82,7 +82,8 @@ def load(
     rules: Rules = DEFAULT_RULES,
     dtype: DTypeLike | None = None,
     head: Head | None = None,
-) -> tuple[ModelConfig, DecoderParams[Array]]:
+    weights: bool = True,
+) -> tuple[ModelConfig, DecoderParams[Any]]:
     """Loads a model directory in either format of `save`.
 
     An adapter with its base (`peft.beside`) is merged into it.
@@ -101,6 +102,8 @@ def load(
         head: head of the model; default: the checkpoint's head. A language model
             loaded with a value or process head gets a head of zeros, ready to be
             trained as a critic or reward model.
+        weights: False reads config.json alone and returns abstract parameters,
+            ShapeDtypeStructs, which tell what the model would take.
 
     Returns:
         (config, params).
@@ -134,10 +137,12 @@ def load(
     if head is not None:
         _check_head(directory, config.head, head)
         config = replace(config, head=head)
+    specs = param_specs(config)
+    if not weights:
+        return config, abstract(specs, wanted, mesh, rules)
     # A language model has none of these heads; they are created.
     new = set(HEADS) if lm else set()
     with _opened(directory, raw, config) as (family, stored):
-        specs = param_specs(config)
         wanted_specs = paths(specs)
         shardings = [None] * len(wanted_specs)
         if mesh is not None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fields import replaced
 from jaxrl_post.config.paths import FILES, MAIN_MODELS, MODELS
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.extras import install
@@ -85,7 +86,7 @@ class Fetched[Config]:
     def named[Other](self, config: Other) -> Other:
         """Replaces the local paths in a configuration by their names on the hub."""
         for path, name in self.names.items():
-            config = _replaced(config, path, name)
+            config = replaced(config, path, name)
         return config
 
 
@@ -127,7 +128,7 @@ def fetch[Config](
         commits[source.key] = folder.name
         names[path] = name
         found = folder if source.file is None else folder / source.file
-        local = _replaced(local, path, str(found))
+        local = replaced(local, path, str(found))
         line = f"{name}: commit {folder.name[:12]} in {folder.parents[1]}"
         console.print(line, markup=False, highlight=False)
     if revision is not None and not names.keys() & set(MAIN_MODELS):
@@ -190,10 +191,10 @@ def _with_bases[Config](
         except CheckpointError as error:
             raise ConfigError(f"{option}: {error}") from error
         names.setdefault(path, _value(given, path))
-        local = _replaced(local, path, str(made))
+        local = replaced(local, path, str(made))
         if path in MAIN_MODELS and base is not None:
             names.setdefault("base", _value(given, "base"))
-            local, base = _replaced(local, "base", None), None
+            local, base = replaced(local, "base", None), None
         line = f"{names[path]}: an adapter, merged into {named}"
         console.print(line, markup=False, highlight=False)
     # A run may have one, and `convert` has its own check.
@@ -345,9 +346,3 @@ def _value(config: Any, path: str) -> str | None:
     for name in path.split("."):
         config = getattr(config, name, None)
     return config
-
-
-def _replaced[Config](config: Config, path: str, value: Any) -> Config:
-    name, _, rest = path.partition(".")
-    inner = _replaced(getattr(config, name), rest, value) if rest else value
-    return dataclasses.replace(config, **{name: inner})  # type: ignore[type-var]

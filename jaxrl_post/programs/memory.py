@@ -1,13 +1,15 @@
 """Tells a run that exhausts the devices' memory what takes it, and how to lower it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 
+from jaxrl_post.learner.memory import MemoryTable
+
 __all__ = ["OutOfMemoryError", "memory_errors"]
 
-# Options that lower each row of `learner.model.layout_table`.
+# Options that lower each row of `learner.memory.layout_table`.
 REMEDIES = {
     "parameters": "--mesh with fsdp or tp over more devices, --dtype bfloat16",
     "adapter": "a smaller --lora.rank",
@@ -15,6 +17,7 @@ REMEDIES = {
     "gradients": "--mesh with fsdp over more devices, or --lora.rank 16 (an adapter)",
     "reference": "--lora.rank 16 (the base under an adapter is the reference)",
     "critic": "--critic.backbone shared, or --critic.lora.rank",
+    "reward model": "a smaller --reward.model",
     "sampler's copy": "the mesh of --mesh for --rollout.mesh, or "
     "--rollout.weights int8",
     "KV cache": "fewer --rollout.num-slots, a smaller --rollout.max-tokens, or "
@@ -30,11 +33,11 @@ class OutOfMemoryError(RuntimeError):
 
 
 @contextlib.contextmanager
-def memory_errors(table: Sequence[tuple[str, str, str]]) -> Iterator[None]:
+def memory_errors(table: MemoryTable) -> Iterator[None]:
     """Turns an exhausted memory into an error that names the options that lower it.
 
     Args:
-        table: what takes memory, as `layout_table` returns it; it may be filled later.
+        table: what takes memory; it may be filled later.
 
     Raises:
         OutOfMemoryError: instead of JAX's RESOURCE_EXHAUSTED.
@@ -50,7 +53,7 @@ def memory_errors(table: Sequence[tuple[str, str, str]]) -> Iterator[None]:
         raise OutOfMemoryError(_told(said, table)) from error
 
 
-def _told(said: str, table: Sequence[tuple[str, str, str]]) -> str:
+def _told(said: str, table: MemoryTable) -> str:
     sizes = [
         (float(size.replace(",", "")), name)
         for name, _, size in table

@@ -39,7 +39,8 @@ from jaxrl_post.examples.tasks import TaskSets, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, Update, begin_training
-from jaxrl_post.learner.model import Model, check_context, layout_table
+from jaxrl_post.learner.memory import MemoryTable, layout_table
+from jaxrl_post.learner.model import Model, check_context
 from jaxrl_post.learner.reference import (
     Reference,
     open_reference,
@@ -258,6 +259,7 @@ def _run(
         console=console,
         command=command,
         make_tokenizer=job.make_tokenizer or partial(tokenizer_of, job.examples.texts),
+        memory=partial(_memory, job),
         tasks=job.tasks,
         head=job.head,
         complete=checked,
@@ -283,11 +285,10 @@ def _loop(
     return finish(run, trainer.updater.state, step)
 
 
-def _trainer(
-    run: Run[OfflineConfig], job: Job, examples: Examples
-) -> "_OfflineTrainer":
-    """The trainer of the loop; nothing else keeps the initial state alive."""
-    config, model = run.config, run.model
+def _begun(
+    job: Job, config: OfflineConfig, model: Model
+) -> tuple[Learner, TrainState, Reference | None]:
+    """What trains, at step 0; abstract for an abstract model."""
     learner, state = begin_training(
         model,
         job.objective,
@@ -305,7 +306,35 @@ def _trainer(
             "--loss.reference",
             longest=config.max_tokens,
         )
-    _print_layout(run, job, learner, state, reference)
+    return learner, state, reference
+
+
+def _memory(job: Job, config: OfflineConfig, model: Model) -> MemoryTable:
+    """What a run takes on a device, given its abstract model."""
+    learner, state, reference = _begun(job, config, model)
+    rows, longest = learner.microbatch_rows, job.sequences * config.max_tokens
+    row_tokens = packing.largest_row(
+        longest,
+        config.update.microbatch_tokens,
+        rows,
+        batch_tokens=config.examples_per_step * longest,
+    )
+    return layout_table(
+        model,
+        config.update,
+        rows=rows,
+        row_tokens=row_tokens,
+        optimizer=(state.opt_state, state.master),
+        reference=None if reference is None else reference.params,
+    )
+
+
+def _trainer(
+    run: Run[OfflineConfig], job: Job, examples: Examples
+) -> "_OfflineTrainer":
+    """The trainer of the loop; nothing else keeps the initial state alive."""
+    config, model = run.config, run.model
+    learner, state, reference = _begun(job, config, model)
     measured = job.measured(examples)
     feed = Feed(
         examples,
@@ -465,29 +494,3 @@ def _say_accuracy(
             f"(95 % interval {notation.percent(low)} to {notation.percent(high)})",
             highlight=False,
         )
-
-
-def _print_layout(
-    run: Run[OfflineConfig],
-    job: Job,
-    learner: Learner,
-    state: PyTree,
-    reference: Reference | None,
-) -> None:
-    config, rows = run.config, learner.microbatch_rows
-    longest = job.sequences * config.max_tokens
-    row_tokens = packing.largest_row(
-        longest,
-        config.update.microbatch_tokens,
-        rows,
-        batch_tokens=config.examples_per_step * longest,
-    )
-    table = layout_table(
-        run.model,
-        config.update,
-        rows=rows,
-        row_tokens=row_tokens,
-        optimizer=(state.opt_state, state.master),
-        reference=None if reference is None else reference.params,
-    )
-    run.print_memory(table)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from jaxrl_post import pretrained
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.checks import check_options, with_steps
 from jaxrl_post.config.data import OnUnwritten
@@ -28,20 +29,15 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
 from jaxrl_post.learner.critic import check_critic
-from jaxrl_post.learner.model import (
-    Model,
-    SamplerMemory,
-    check_sample,
-    context_of,
-    layout_table,
-)
+from jaxrl_post.learner.memory import MemoryTable, layout_table
+from jaxrl_post.learner.model import Model, check_sample, context_of
 from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
-from jaxrl_post.programs.build.engine import engine_sizes, make_engine
+from jaxrl_post.programs.build.engine import engine_sizes, make_engine, sampler_memory
 from jaxrl_post.programs.build.judge import check_judge
 from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.programs.build.trainer import make_trainer, make_updater
@@ -116,6 +112,7 @@ def run_rl(
             console=console,
             command=command,
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
+            memory=functools.partial(_memory, algorithm, tasks),
             tasks=tasks,
             head="lm+value" if shared else "lm",
             complete=functools.partial(_measured, fitting, algorithm),
@@ -129,7 +126,6 @@ def run_rl(
                 contextlib.ExitStack() as stack,
             ):
                 trainer = _trainer(run, kept, judges, algorithm, stack)
-                _print_layout(run, trainer)
                 return _loop(run, trainer, should_stop)
     except WarmStartStoppedError:
         return RunResult(step=0, completed=False, model=None, report=None)
@@ -257,6 +253,7 @@ def _trainer(
 ) -> OnlineTrainer:
     config, model = run.config, run.model
     layout = sampler_layout(config.rollout, model)
+    _tell_gathers(run, layout)
     engine = make_engine(
         config.rollout,
         model,
@@ -292,29 +289,38 @@ def _loop(
     return finish(run, trainer.updater.state, step, critic=critic)
 
 
-def _print_layout(run: Run[RLConfig], trainer: OnlineTrainer) -> None:
-    updater = trainer.updater
-    critic, reference = updater.critic, updater.reference
-    layout = trainer.weights.layout
-    rows = layout_table(
-        updater.model,
-        updater.config.update,
+def _memory(
+    algorithm: Algorithm, tasks: TaskSets, config: RLConfig, model: Model
+) -> MemoryTable:
+    """What a run takes on a device, given its abstract model."""
+    updater = make_updater(config, model, algorithm, tasks)
+    critic, reference, judge = updater.critic, updater.reference, None
+    if config.reward.model is not None:
+        _, judge = pretrained.load(
+            config.reward.model,
+            mesh=model.mesh,
+            rules=model.rules,
+            dtype=model.dtype,
+            weights=False,
+        )
+    layout = sampler_layout(config.rollout, model)
+    return layout_table(
+        model,
+        config.update,
         rows=updater.learner.microbatch_rows,
-        row_tokens=longest_row(updater.config, updater.learner.microbatch_rows),
+        row_tokens=longest_row(config, updater.learner.microbatch_rows),
         optimizer=(updater.state.opt_state, updater.state.master),
         reference=None if reference is None else reference.params,
         critic=None
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
-        sampler=SamplerMemory(
-            trainer.weights.engine.cache,
-            trainer.weights.engine.drafting,
-            layout.copies,
-            layout.mesh,
-        ),
+        judge=judge,
+        sampler=sampler_memory(config.rollout, model, layout),
     )
-    run.print_memory(rows)
-    gathered = layout.gathered_a_token(updater.model)
+
+
+def _tell_gathers(run: Run[RLConfig], layout: SamplerLayout) -> None:
+    gathered = layout.gathered_a_token(run.model)
     if gathered:
         run.console.print(
             "sampling: the mesh splits the weights (fsdp, cp), so every decoded token "

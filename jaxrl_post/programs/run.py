@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,14 @@ from jaxrl_post.learner.learner import (
     MismatchError,
     begin_training,
 )
-from jaxrl_post.learner.model import Model, open_model, save_model, versions
+from jaxrl_post.learner.memory import MemoryTable
+from jaxrl_post.learner.model import (
+    Model,
+    open_model,
+    save_model,
+    versions,
+    with_weights,
+)
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.pretrained.peft.beside import adapter_in
@@ -143,7 +150,6 @@ class Run[Config: RunConfig]:
         console: for messages to the user.
         command: the command line, for the report.
         inputs: fingerprints of data, models, code and tasks, by option.
-        memory: what takes memory on a device, once it is known.
     """
 
     config: Config
@@ -154,16 +160,6 @@ class Run[Config: RunConfig]:
     console: Console
     command: str
     inputs: Mapping[str, Fingerprint]
-    memory: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def print_memory(self, table: list[tuple[str, str, str]]) -> None:
-        """Prints `learner.model.layout_table`, and keeps it for an error message."""
-        self.memory[:] = table
-        shown = Table("", "", "MiB a device", box=None, pad_edge=False)
-        shown.columns[2].justify = "right"
-        for row in table:
-            shown.add_row(*row)
-        self.console.print(shown)
 
     def open_metrics(self, resume_step: int) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to a step; -1 for a new run.
@@ -233,6 +229,7 @@ def open_run[Config: RunConfig](
     console: Console,
     command: str,
     make_tokenizer: Callable[[int], Tokenizer],
+    memory: Callable[[Config, Model], MemoryTable],
     tasks: TaskSets | None = None,
     head: Head = "lm",
     complete: Callable[[Config, Model], Config] = lambda config, model: config,
@@ -245,10 +242,11 @@ def open_run[Config: RunConfig](
         console: for messages to the user.
         command: the command line.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
+        memory: tells what the run will take on a device, given the abstract model.
         tasks: of the environment, if it has them from one; a resumed run must have the
             same.
         head: of the model.
-        complete: fills in options that depend on the model, and checks them.
+        complete: fills in options that depend on the abstract model, and checks them.
         warm_start: trains a preset before the first step. The returned model is saved
             in the folder `initial`, from which a resumed run starts.
 
@@ -266,10 +264,10 @@ def open_run[Config: RunConfig](
     """
     config = fetched.config
     directory = RunDirectory(run_path(config))
-    memory = list[tuple[str, str, str]]()
+    table: MemoryTable = []
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
-        stack.enter_context(memory_errors(memory))
+        stack.enter_context(memory_errors(table))
         check_same_program(config)
         stack.enter_context(locked(directory.path, command))
         # Every process reads before process 0 writes.
@@ -299,6 +297,7 @@ def open_run[Config: RunConfig](
             make_tokenizer=make_tokenizer,
             head=head,
             template=template,
+            weights=False,
         )
         if line := template_line(template, model.tokenizer):
             console.print(line, markup=False, highlight=False)
@@ -320,21 +319,25 @@ def open_run[Config: RunConfig](
         checkpoints = stack.enter_context(
             _checkpoints(directory, fetched.named(config))
         )
+        # Before anything is allocated.
+        table += memory(config, with_adapter(config.lora, model, seed=config.seed))
+        _print_memory(table, console)
+        model = with_weights(model, seed=config.seed)
         run = Run(
-            config,
-            fetched,
-            directory,
-            model,
-            checkpoints,
-            console,
-            command,
-            inputs,
-            memory,
+            config, fetched, directory, model, checkpoints, console, command, inputs
         )
         if checkpoints.latest() is None and model.preset:
             run = _with_initial(run, warm_start)
         adapted = with_adapter(config.lora, run.model, seed=config.seed, donate=True)
         yield dataclasses.replace(run, model=adapted)
+
+
+def _print_memory(table: MemoryTable, console: Console) -> None:
+    shown = Table("", "", "MiB a device", box=None, pad_edge=False)
+    shown.columns[2].justify = "right"
+    for row in table:
+        shown.add_row(*row)
+    console.print(shown)
 
 
 def _with_initial[Config: RunConfig](

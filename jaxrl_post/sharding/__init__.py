@@ -9,6 +9,7 @@ from jaxrl_post.sharding.partition import (
     partition_spec,
     per_device_bytes,
     place,
+    placed,
     split_size,
 )
 from jaxrl_post.sharding.rules import DEFAULT_RULES, Rules
@@ -28,5 +29,6 @@ __all__ = [
     "partition_spec",
     "per_device_bytes",
     "place",
+    "placed",
     "split_size",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "partition_spec",
     "per_device_bytes",
     "place",
+    "placed",
     "split_size",
 ]
 
@@ -173,3 +174,17 @@ def per_device_bytes(tree: PyTree) -> int:
         else:
             total += math.prod(shape) * leaf.dtype.itemsize
     return total
+
+
+def placed(shapes: PyTree, layout: PyTree) -> PyTree:
+    """Adds shardings to shapes; one sharding may cover a whole subtree."""
+
+    def place(sharding: Any, below: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            below,
+        )
+
+    return jax.tree.map(place, layout, shapes)

@@ -140,6 +140,31 @@ def test_help_of_a_word_shows_what_mentions_it(capsys):
     assert text.startswith("no option mentions 'critc'; did you mean critic")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        ("", "clip-high", "0.2"),
+        ("--algorithm.name dapo", "clip-high", "0.28"),
+        ("--algorithm.name=gspo", "clip-low", "0.0003"),
+        ("--algorithm.correction.kind icepop", "correction.low", "0.5"),
+        ("--algorithm.name dapo --algorithm.clip-high 0.3", "clip-high", "0.28"),
+        ("--algorithm.name of:own", "clip-high", "None"),
+        ("--recipe sums", "clip-low", "0.2"),
+    ],
+)
+def test_help_shows_what_an_option_without_a_value_becomes(
+    arguments, option, value, capsys
+):
+    text, _, _ = helped(capsys, grpo, *arguments.split(), "--help", option)
+    assert f"(default: {value})" in text
+
+
+def test_help_shows_what_the_loss_makes_of_an_option(capsys):
+    assert "(default: 0.1)" in helped(capsys, dpo, "--help", "loss.beta")[0]
+    simpo = helped(capsys, dpo, "--loss.name", "simpo", "--help")[0]
+    assert "(default: 2.0)" in simpo[simpo.index("--loss.beta") :]
+
+
 def test_help_without_boxes(capsys, monkeypatch):
     class Ascii(io.StringIO):
         encoding = "ascii"

@@ -153,7 +153,7 @@ def test_help_says_that_defaults_depend_on_other_options(module, capsys):
         module.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "Some defaults depend on --model" in text
-    assert "--env and --recipe: give these with --help" in text
+    assert "--recipe, --algorithm.name and --loss.name: give these with --help" in text
 
 
 def test_a_checkpoint_gets_nothing_of_the_demo():

@@ -25,7 +25,8 @@ from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.critic import check_critic, open_critic
 from jaxrl_post.learner.learner import begin_training
-from jaxrl_post.learner.model import layout_table, save_model
+from jaxrl_post.learner.memory import layout_table
+from jaxrl_post.learner.model import save_model
 from jaxrl_post.learner.reference import open_reference
 from jaxrl_post.learner.state import make_optimizer
 from jaxrl_post.models.adapters.lora import merged

@@ -9,14 +9,24 @@ from jaxrl_post import pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.learner.memory import SamplerMemory
 from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.learner.reference import require_same_ids
+from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Draft, Engine, EngineConfig
-from jaxrl_post.sharding import MeshError, split_size
+from jaxrl_post.sampler.jitted import DeviceFunctions
+from jaxrl_post.sharding import MeshError, placed, split_size
+from jaxrl_post.types import PyTree
 
-__all__ = ["bound_engine", "cache_dtype", "engine_sizes", "make_engine"]
+__all__ = [
+    "bound_engine",
+    "cache_dtype",
+    "engine_sizes",
+    "make_engine",
+    "sampler_memory",
+]
 
 
 def bound_engine(model: Model, sizes: EngineConfig, *, seed: int) -> Published:
@@ -86,10 +96,46 @@ def make_engine(
     )
 
 
+def sampler_memory(
+    rollout: RolloutConfig, model: Model, weights: SamplerLayout
+) -> SamplerMemory:
+    """Returns the shapes of the arrays that a run's sampler will keep.
+
+    Args:
+        rollout: how samples are drawn.
+        model: the trained model, whose parameters may be abstract.
+        weights: the sampler's mesh and dtype.
+
+    Raises:
+        ConfigError, MeshError: as `make_engine`.
+    """
+    rules, mesh = model.rules.with_context_as_batch(), weights.mesh
+    split = split_size("batch", mesh, rules)
+    sizes = engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
+    dtype = cache_dtype(rollout, weights.dtype)
+
+    def cache(config: ModelConfig) -> PyTree:
+        functions = DeviceFunctions(config, sizes, dtype, mesh, rules)
+        return placed(functions.pages_shape, functions.pages_shardings)
+
+    draft = _open_draft(rollout.draft, model, weights, sizes.max_length, read=False)
+    return SamplerMemory(
+        cache(model.config),
+        draft and (draft.params, cache(draft.config)),
+        weights.copies,
+        mesh,
+    )
+
+
 def _open_draft(
-    directory: str | None, model: Model, weights: SamplerLayout, longest: int
+    directory: str | None,
+    model: Model,
+    weights: SamplerLayout,
+    longest: int,
+    *,
+    read: bool = True,
 ) -> Draft | None:
-    """Opens the model that guesses, on the sampler's mesh.
+    """Opens the model that guesses, on the sampler's mesh; abstract without `read`.
 
     Raises:
         ConfigError: its tokenizer has other ids than the sampled model's, or its
@@ -101,7 +147,7 @@ def _open_draft(
     require_same_ids(directory, model, "--rollout.draft")
     layout = {"mesh": weights.mesh, "rules": model.rules, "dtype": weights.dtype}
     try:
-        config, params = pretrained.load(directory, head="lm", **layout)
+        config, params = pretrained.load(directory, head="lm", weights=read, **layout)
     except MeshError as error:
         raise MeshError(f"--rollout.draft: {error}") from error
     context = context_of(config)

@@ -222,7 +222,7 @@ def _targets(
         dtype: of the sampler's parameters.
     """
 
-    def adapter(struct: Any, leaf: Array) -> jax.ShapeDtypeStruct:
+    def adapter(struct: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=struct.sharding)
 
     def base(spec: ParamSpec, leaf: Any) -> PyTree:

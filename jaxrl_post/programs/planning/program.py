@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from jaxrl_post.programs.planning.chips import Work
 from jaxrl_post.types import PyTree
 
-__all__ = ["Program", "placed"]
+__all__ = ["Program"]
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,3 @@ class Program:
     work: Work | None = None
     received: float | None = None
     unknown_trips: int = 1
-
-
-def placed(shapes: PyTree, layout: PyTree) -> PyTree:
-    """Adds shardings to shapes; one sharding may cover a whole subtree."""
-
-    def place(sharding: Any, below: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            below,
-        )
-
-    return jax.tree.map(place, layout, shapes)

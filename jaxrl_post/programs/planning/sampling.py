@@ -21,7 +21,7 @@ from jaxrl_post.models.matrix import matrices
 from jaxrl_post.programs.build.engine import cache_dtype, engine_sizes
 from jaxrl_post.programs.build.layouts import same_devices
 from jaxrl_post.programs.planning.chips import Work
-from jaxrl_post.programs.planning.program import Program, placed
+from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.rollout.weights import MovedArrays, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
@@ -30,7 +30,13 @@ from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.scheduler import Scheduler
 from jaxrl_post.sampler.sizes import PAGE
-from jaxrl_post.sharding import DEFAULT_RULES, MeshError, per_device_bytes, split_size
+from jaxrl_post.sharding import (
+    DEFAULT_RULES,
+    MeshError,
+    per_device_bytes,
+    placed,
+    split_size,
+)
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import PyTree
 

@@ -22,9 +22,9 @@ from jaxrl_post.models.adapters.lora import adapter_specs
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.programs.planning.chips import Work
-from jaxrl_post.programs.planning.program import Program, placed
+from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
-from jaxrl_post.sharding import DEFAULT_RULES, per_device_bytes, split_size
+from jaxrl_post.sharding import DEFAULT_RULES, per_device_bytes, placed, split_size
 from jaxrl_post.types import PyTree, TokenBatch
 
 __all__ = ["TrainerPlan", "counts", "make_trainer"]
@@ -180,13 +180,10 @@ def make_trainer(
         mesh=mesh,
         microbatch_rows=_microbatch_rows(config, mesh),
     )
-    state = jax.eval_shape(
-        lambda params: training.create(params, optimizer, None), params
-    )
     return TrainerPlan(
         config,
         learner,
-        placed(state, layout),
+        training.create(params, optimizer, layout),
         base,
         policy if predictor is None else predictor,
         None if lora is not None else ModelWork(architecture, mesh, tokens, dtype),

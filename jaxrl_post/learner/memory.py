@@ -1,0 +1,131 @@
+"""What takes memory on a device in a run, from arrays or from shapes alone."""
+
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_post.config.run import UpdateConfig
+from jaxrl_post.learner.model import Model
+from jaxrl_post.sharding import per_device_bytes, split_size
+from jaxrl_post.types import PyTree
+
+__all__ = ["MemoryTable", "SamplerMemory", "layout_table"]
+
+# Rows (what, layout, MiB per device).
+type MemoryTable = list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class SamplerMemory:
+    """Arrays that a sampler keeps in memory.
+
+    Attributes:
+        cache: keys and values.
+        draft: the draft model's parameters and cache; None without one.
+        copies: its own copy of the parameters, if it has one.
+        mesh: on which the copy is.
+    """
+
+    cache: PyTree | None = None
+    draft: PyTree | None = None
+    copies: PyTree | None = None
+    mesh: Mesh | None = None
+
+
+def layout_table(
+    model: Model,
+    update: UpdateConfig,
+    *,
+    rows: int,
+    row_tokens: int,
+    optimizer: PyTree,
+    reference: PyTree | None = None,
+    critic: PyTree | None = None,
+    judge: PyTree | None = None,
+    sampler: SamplerMemory = SamplerMemory(),
+) -> MemoryTable:
+    """Tells everything that takes memory.
+
+    Activations are an estimate, of `rows` rows of `row_tokens` tokens; the rest is
+    exact, of arrays and of ShapeDtypeStructs. Shared arrays, such as a base under two
+    adapters, count once, in the first row.
+
+    Args:
+        model: to train, perhaps abstract.
+        update: has the size of a microbatch and what a layer keeps.
+        rows: of a microbatch.
+        row_tokens: tokens of a row.
+        optimizer: moments and master weights of the trained parameters.
+        reference: parameters of the reference or teacher.
+        critic: parameters, base and optimizer of a separate critic.
+        judge: parameters of the reward model.
+        sampler: what the sampler keeps.
+    """
+    adaptation = model.adaptation
+    frozen = "" if adaptation is None else ", frozen"
+    parts = [
+        ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
+        ("adapter", "trained", None if adaptation is None else model.params),
+        ("optimizer", "float32 moments and master weights", optimizer),
+        ("reference", "frozen parameters", reference),
+        ("critic", "parameters and optimizer", critic),
+        ("reward model", "frozen parameters", judge),
+        ("sampler's copy", f"on {_axes(sampler.mesh or model.mesh)}", sampler.copies),
+        ("KV cache", "of all slots", sampler.cache),
+        ("draft model", "parameters and KV cache", sampler.draft),
+    ]
+    table, known = [("mesh", _axes(model.mesh), "")], set[int]()
+    for name, what, tree in parts:
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in known]
+        known.update(map(id, leaves))
+        if leaves:
+            table.append((name, what, f"{per_device_bytes(leaves) / 2**20:,.1f}"))
+    row = f"{rows} rows" if rows > 1 else "1 row"
+    shape = f"estimate: {row} of {row_tokens} tokens, remat {update.remat}"
+    sums, kept = (
+        f"{size / 2**20:,.1f}"
+        for size in (
+            _gradient_bytes(model),
+            _activation_bytes(model, update, rows, row_tokens),
+        )
+    )
+    table.append(("gradients", "float32 sums, and a microbatch's", sums))
+    table.append(("activations", shape, kept))
+    return table
+
+
+def _axes(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def _gradient_bytes(model: Model) -> int:
+    """Bytes of the summed gradients, and of a microbatch's own in the params' dtype."""
+    return sum(
+        per_device_bytes([leaf]) * (4 + leaf.dtype.itemsize) // leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(model.params)
+    )
+
+
+def _activation_bytes(
+    model: Model, update: UpdateConfig, rows: int, row_tokens: int
+) -> int:
+    """Bytes that all layers keep for the backward pass, and one layer's own pass."""
+    config, shape = model.config, model.mesh.shape
+    tokens = (
+        rows
+        * row_tokens
+        // split_size("batch", model.mesh, model.rules.with_context_as_batch())
+    )
+    hidden, inner, tp = config.hidden_size, config.intermediate_size, shape["tp"]
+    heads = config.num_heads * config.head_dim
+    entries = config.num_kv_heads * config.head_dim
+    # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
+    layer = 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp
+    kept = {
+        "full": hidden,
+        "dots": 3 * hidden + (heads + 2 * entries + 2 * inner) // tp,
+        "none": layer,
+    }[update.remat]
+    working = 0 if update.remat == "none" else layer
+    return tokens * (kept * config.num_layers + working) * model.dtype.itemsize
