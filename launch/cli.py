@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from jaxrl_post.records.visible import VisibleConsole
-from launch import config_file, helps
+from launch import config_file, helps, topics
 from launch.names import answers, check_names, options_of
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
@@ -166,7 +166,10 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         helps.shown(
             lambda rest: _read_options(program, rest),
             arguments,
-            lambda word: answers(word, program.name, own, within=True),
+            lambda word: [
+                *(f"{word}: {line}" for line in topics.told(word)),
+                *answers(word, program.name, own, within=True),
+            ],
         )
     return _read_options(program, arguments)
 
