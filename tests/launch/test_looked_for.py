@@ -219,3 +219,10 @@ def test_a_word_as_an_option_is_answered(arguments, page):
 def test_a_value_that_begins_with_an_at_sign_is_a_value():
     own = options_of(program_of("grpo").default([]))
     names.check_names(["--run-dir", "@runs"], "launch.grpo", own)
+
+
+def test_help_finds_beginnings_of_words():
+    assert "│" not in help_of("pd")  # As in update.
+    assert "--mesh" in help_of("tp")
+    assert "--data.format" not in help_of("tp")  # As in output.
+    assert "--rollout.max-turns" in help_of("turns")

@@ -203,4 +203,7 @@ def test_help_finds_a_name(capsys):
     status, said = told("--help", "temperature")
     assert said.index("--rollout.temperature") < said.index("TRL's temperature is")
     status, said = told("--help", "zzz")
-    assert (status, said) == (1, "no option mentions 'zzz'\n")
+    assert (status, said) == (
+        1,
+        "no option mentions 'zzz'; docs/how-to/index.md lists all guides\n",
+    )
