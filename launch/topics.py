@@ -31,8 +31,9 @@ def topics() -> tuple[Topic, ...]:
     """Returns all rows of topics.toml, in its order."""
     text = (resources.files(__package__) / "topics.toml").read_text(encoding="utf-8")
     return tuple(
-        Topic(tuple(row["words"]), row["say"], row["page"])
-        for row in tomllib.loads(text)["topic"]
+        Topic(tuple(words.split()), say, page)
+        for page, rows in tomllib.loads(text).items()
+        for words, say in rows.items()
     )
 
 

@@ -163,7 +163,7 @@ def short_help():
         read(program_of("grpo"), ["--help"])
     text = written.getvalue().decode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "_read_options", lambda *_: sys.stdout.write(text))
+        patch.setattr(cli, "_read_options", lambda *_, **__: sys.stdout.write(text))
         yield
 
 
