@@ -1,25 +1,24 @@
 """Runs a program on the command line: options, signals, errors, exit status."""
 
 import dataclasses
+import json
 import operator
 import os
 import re
 import shlex
 import signal
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import tyro
 from rich.console import Console
 
 from jaxrl_post.config.fields import replaced
-from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.visible import VisibleConsole
-from launch import helps
+from launch import config_file, helps, topics
 from launch.names import answers, check_names, options_of
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
@@ -118,8 +117,12 @@ def call(program: Program[Any], arguments: list[str] | None = None) -> int:
     console = VisibleConsole(soft_wrap=True)
     errors: tuple[type[Exception], ...] = (ValueError, OSError)
     try:
-        config = read_options(program, arguments)
+        options = [each for each in arguments if each != "--dry-run"]
+        config = read_options(program, options)
         program.check(config)
+        if options != arguments:
+            print(json.dumps(dataclasses.asdict(config), indent=2))
+            return 0
         _quiet_compiler_logs()
         run, errors = program.load()
         command = f"python -m {program.name} {shlex.join(arguments)}".strip()
@@ -164,7 +167,10 @@ def read_options[Config](program: Program[Config], arguments: list[str]) -> Conf
         helps.shown(
             lambda rest: _read_options(program, rest, word=helps.asked(arguments)),
             arguments,
-            lambda word: answers(word, program.name, own, within=True),
+            lambda word: [
+                *(f"{word}: {line}" for line in topics.told(word)),
+                *answers(word, program.name, own, within=True),
+            ],
         )
     return _read_options(program, arguments)
 
@@ -189,11 +195,18 @@ def _read_options[Config](
         raise ValueError(
             "--recipe: gives all options, and so does --config; give one of the two"
         )
-    default = usual = program.default(arguments)
+    values = {} if file is None else config_file.read(Path(file))
+    options = config_file.as_arguments(values)
+    # Defaults depend on the model, also on one that the file names.
+    default = usual = program.default([*options, *arguments])
     if recipe is not None:
         default = recipe()
     if file is not None:
-        default = from_json(default, _read(Path(file)), where=file)
+        try:
+            check_names(options, program.name, options_of(default))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        default = config_file.from_values(default, values, where=file)
     if not help_asked(arguments):
         check_names(rest, program.name, options_of(default))
     if default is not usual and not help_asked(arguments):
@@ -210,8 +223,9 @@ def _read_options[Config](
         default=default,
         args=rest,
         prog=f"python -m {program.name}",
-        description=f"{description}--config FILE reads a configuration that a run "
-        "wrote (its config.json). Other options change it.",
+        description=f"{description}--config FILE reads a configuration, in JSON, YAML "
+        "or TOML, such as a run's config.json; other options change it. --dry-run only "
+        "checks the options, and prints the configuration for such a file.",
     )
     both = [given(arguments, option) for option in ("--steps", "--epochs")]
     if None not in both:
@@ -343,65 +357,6 @@ def _take(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
     if pending:
         raise ValueError(f"{option}: needs a value")
     return value, rest
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json_file(file, strict=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config: cannot read {file}: {error}") from error
-    # A run's config.json is a `RunDescription`, with the options in `config`.
-    if isinstance(content, dict) and "versions" in content:
-        content = content.get("config")
-    if not isinstance(content, dict):
-        raise ValueError(f"--config: {file} must hold an object; got {content!r:.80}")
-    return content
-
-
-def from_json[Config](default: Config, values: dict[str, Any], *, where: str) -> Config:
-    """Replaces fields of a nested dataclass; an unknown key is an error.
-
-    Raises:
-        ValueError: a key that is no field, or a value of the wrong type.
-    """
-    changes: dict[str, Any] = {}
-    hints = get_type_hints(type(default))
-    for name, value in values.items():
-        if name not in hints:
-            raise ValueError(
-                f"{where}: unknown key {name!r:.80}; known: {', '.join(sorted(hints))}"
-            )
-        old = getattr(default, name)
-        if dataclasses.is_dataclass(old):
-            if not isinstance(value, dict):
-                raise ValueError(
-                    f"{where}: {name} must be an object; got {value!r:.80}"
-                )
-            changes[name] = from_json(old, value, where=f"{where}: {name}")
-        elif not _fits(value, hints[name]):
-            hint = hints[name]
-            expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ValueError(
-                f"{where}: {name} must be {expected.removeprefix('typing.')}; "
-                f"got {value!r:.80}"
-            )
-        else:
-            changes[name] = tuple(value) if isinstance(value, list) else value
-    return dataclasses.replace(default, **changes)  # type: ignore[type-var]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type of an option."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind in (Union, types.UnionType):
-        return any(_fits(value, option) for option in inner)
-    if kind is Literal:
-        return value in inner
-    if kind is tuple:
-        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _quiet_compiler_logs() -> None:

@@ -80,7 +80,9 @@ def shown(
         )
         sys.exit(0)
     mentioned = word.lower().lstrip("-")
-    kept = _kept(whole, lambda entry: mentioned in " ".join(entry).lower())
+    # At the beginning of a word: "ep" is not in "step".
+    beginning = re.compile(f"(?<![a-z0-9]){re.escape(mentioned)}")
+    kept = _kept(whole, lambda entry: beginning.search(" ".join(entry).lower()))
     boxes = kept[kept.find("╭") :] if "╭" in kept else ""
     _print(boxes)
     told = elsewhere(word)
@@ -91,7 +93,7 @@ def shown(
     words = {part for box in _boxes(whole) for entry in box for part in _words(entry)}
     close = difflib.get_close_matches(mentioned, words, n=3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    print(f"no option mentions {word!r}{hint}")
+    print(f"no option mentions {word!r}{hint}; docs/how-to/index.md lists all guides")
     sys.exit(1)
 
 

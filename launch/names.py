@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from launch import topics
+
 __all__ = [
     "PROGRAMS",
     "Name",
@@ -105,7 +107,7 @@ def check_names(arguments: Sequence[str], program: str, own: Collection[str]) ->
         ValueError: says what each of these options is here.
     """
     words = [word for word in _words(arguments) if word.replace("_", "-") not in own]
-    told = {word: answers(word, program, own) for word in words}
+    told = {word: answers(word, program, own) or topics.told(word) for word in words}
     if not any(told.values()):
         return
     unknown = ["there is no such option; --help WORD finds those that mention a word"]
@@ -163,7 +165,9 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
     leading = True
     for argument in arguments:
         key = _HYDRA.match(argument)
-        if argument.startswith("--") and len(argument) > 2:
+        if argument.startswith("@") and not before.startswith("--"):
+            yield "@"
+        elif argument.startswith("--") and len(argument) > 2:
             leading = False
             yield argument.partition("=")[0]
         elif key is not None and not Path(argument).exists():

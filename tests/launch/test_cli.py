@@ -212,8 +212,8 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
             r"config.json: unknown key 'stepz'; known: algorithm, base, callbac",
         ),
         (
-            {"rollout": {"n": 3}},
-            r"config.json: rollout: unknown key 'n'; known: cache_d",
+            {"rollout": {"slotz": 3}},
+            r"config.json: rollout: unknown key 'slotz'; known: cache_d",
         ),
         ({"rollout": 3}, "rollout must be an object; got 3"),
         ({"steps": "many"}, "steps must be int; got 'many'"),

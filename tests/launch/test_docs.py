@@ -47,6 +47,7 @@ RUN_ELSEWHERE = {
 OTHERS = (
     ". .venv/bin/activate", "for index in", "done; wait", "python -m venv ",
     "kubectl apply -f launch/pods/", "pip install ", ".venv/bin/pip install ",
+    "docker build -f launch/pods/Dockerfile ", "docker run ",
     "envs/verifiers/bin/",
 )  # fmt: skip
 
@@ -119,9 +120,18 @@ def test_a_command_is_taken(name, line, tmp_path, monkeypatch):
         if not file.startswith("/"):
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
+    for file in re.findall(r"--config[ =](\S+)", line):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shown = [
+            code for page, code in of("") if (page, code[2:].split()[0]) == (name, file)
+        ]
+        (tmp_path / file).write_text("".join(shown) or "{}", encoding="utf-8")
+        for data in re.findall(r"path: (\w+\.jsonl)", "".join(shown)):
+            (tmp_path / data).touch()
     # The model of `make smollm2`.
     (tmp_path / "models/SmolLM2-135M-Instruct").mkdir(parents=True, exist_ok=True)
     words = shlex.split(line.replace("$index &", "1"), comments=True)
+    words = [word for word in words if word != "--dry-run"]
     place = next(i for i, word in enumerate(words) if word.startswith("launch."))
     program = importlib.import_module(words[place]).PROGRAM
     config = cli.read_options(program, words[place + 1 :])

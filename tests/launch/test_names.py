@@ -36,7 +36,7 @@ def test_there_are_names_of_every_framework():
 @pytest.mark.parametrize("each", names(), ids=lambda each: each.name)
 def test_every_option_of_a_row_exists(each):
     assert each.to or each.note
-    options = set.union(*OWN.values()) | {"--help", "--step"}
+    options = set.union(*OWN.values()) | {"--help", "--step", "--config", "--dry-run"}
     mentioned = re.findall(r"--[a-z][\w.-]*\w", each.note)
     for option in (*each.to, *mentioned):
         assert option in options, option
@@ -194,10 +194,16 @@ def test_help_finds_a_name(capsys):
     assert told("--help", "num_generations") == (0, f"{SAMPLES}\n")
     status, said = told("--help", "vllm")
     assert status == 0
-    assert said.count("TRL's ") == said.count("\n") - 1 == 12
+    # The topic comes first, then the names.
+    topic, *lines = said.splitlines()
+    assert topic.startswith("vllm: the sampler is part of the run")
+    assert sum("TRL's " in line for line in lines) == len(lines) - 1 == 12
     assert "and " in said.splitlines()[-1]
     # Options that mention the word come first.
     status, said = told("--help", "temperature")
     assert said.index("--rollout.temperature") < said.index("TRL's temperature is")
     status, said = told("--help", "zzz")
-    assert (status, said) == (1, "no option mentions 'zzz'\n")
+    assert (status, said) == (
+        1,
+        "no option mentions 'zzz'; docs/how-to/index.md lists all guides\n",
+    )

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,25 @@ def test_slurm_starts_again_what_died(tmp_path, statuses, status, calls):
         assert call[-len(RUN) - 2 :] == [".venv/bin/python", "-m", *RUN]
         # The processes say who died before they end: Slurm must not end them first.
         assert "--kill-on-bad-exit=0" in call
+
+
+def test_an_image_has_the_files_and_extras_that_it_names():
+    root = PODS.parents[1]
+    text = (PODS / "Dockerfile").read_text().replace("\\\n", " ")
+    copied = [
+        file
+        for line in text.splitlines()
+        if line.startswith("COPY ")
+        for file in line.split()[1:-1]
+    ]
+    assert all((root / file).exists() for file in copied)
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    needed = [project["readme"], "pyproject.toml", *project["license-files"]]
+    assert {file.partition("/")[0] for file in needed} <= {*copied}
+    named = re.findall(r"EXTRAS=(\S+)", text)
+    assert len(named) == 2
+    for extras in named:
+        assert {*extras.split(",")} <= project["optional-dependencies"].keys()
 
 
 def test_slurm_gives_every_host_one_process_and_time_to_save():
