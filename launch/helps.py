@@ -82,12 +82,15 @@ def shown(
     mentioned = word.lower().lstrip("-")
     # At the beginning of a word: "ep" is not in "step".
     beginning = re.compile(f"(?<![a-z0-9]){re.escape(mentioned)}")
-    kept = _kept(whole, lambda entry: beginning.search(" ".join(entry).lower()))
-    boxes = kept[kept.find("╭") :] if "╭" in kept else ""
+    boxes = _bare(whole, lambda entry: beginning.search(" ".join(entry).lower()))
     _print(boxes)
     told = elsewhere(word)
     if told:
         print("\n".join(told))
+    if not boxes and len(told) == 1:
+        # The word is another name of these options.
+        options = set(re.findall(r"--[\w.-]+\w", told[0]))
+        _print(_bare(whole, lambda entry: _names(entry) & options))
     if boxes or told:
         sys.exit(0)
     words = {part for box in _boxes(whole) for entry in box for part in _words(entry)}
@@ -132,6 +135,12 @@ def _kept(text: str, wanted: Callable[[list[str]], object]) -> str:
         elif not line.startswith("│"):
             lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _bare(text: str, wanted: Callable[[list[str]], object]) -> str:
+    """The boxes with these options alone; "" if there are none."""
+    kept = _kept(text, wanted)
+    return kept[kept.find("╭") :] if "╭" in kept else ""
 
 
 def _names(entry: list[str]) -> set[str]:

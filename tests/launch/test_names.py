@@ -191,7 +191,12 @@ def test_help_finds_a_name(capsys):
             cli.read_options(grpo.PROGRAM, [*arguments])
         return ended.value.code, capsys.readouterr().out
 
-    assert told("--help", "num_generations") == (0, f"{SAMPLES}\n")
+    status, said = told("--help", "num_generations")
+    assert status == 0
+    assert said.splitlines()[0] == SAMPLES
+    # With the help of the option itself, and of no other.
+    assert re.findall(r"│ (--\S+)", said) == ["--rollout.samples-per-prompt"]
+    assert "samples of a prompt, which form its group" in said
     status, said = told("--help", "vllm")
     assert status == 0
     # The topic comes first, then the names.
