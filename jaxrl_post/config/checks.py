@@ -31,6 +31,7 @@ from jaxrl_post.config.offline import (
     SFTConfig,
 )
 from jaxrl_post.config.paths import check_paths, check_repository, naming
+from jaxrl_post.config.reference import check_reference
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig, check_judges
@@ -194,6 +195,7 @@ def check_correction(config: CorrectionConfig) -> None:
 def _check_offline(config: OfflineConfig) -> None:
     if isinstance(config, PreferenceConfig):
         check_name(config.loss.name, "--loss.name", "preference loss", PREFERENCES)
+        check_reference(config.loss, "loss", config)
     if isinstance(config, RewardConfig):
         _check_kind(config)
         if config.warm_start.steps:
@@ -239,6 +241,7 @@ def _check_rl(config: RLConfig) -> None:
     if config.exact:
         _check_exact(config)
     check_algorithm(config.algorithm, config.critic, config.distill)
+    check_reference(config.algorithm, "algorithm", config)
     _check_mesh(config.rollout.mesh, "--rollout.")
     _check_idle(config)
     check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")

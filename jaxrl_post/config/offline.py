@@ -95,6 +95,11 @@ class PreferenceLossConfig:
             for the default.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub; None for the model as it began.
+        reference_sync_steps: steps of the run from one synchronisation of the reference
+            with the policy to the next, as in TR-DPO and ProRL; 0 for none.
+        reference_mixup: share of the policy's parameters in a reference that is
+            synchronised; the rest are its own. 1 for a copy, the only choice with an
+            adapter.
     """
 
     name: str = "dpo"
@@ -107,6 +112,8 @@ class PreferenceLossConfig:
     desirable_weight: Annotated[float | None, NOT_NEGATIVE] = None
     undesirable_weight: Annotated[float | None, NOT_NEGATIVE] = None
     reference: str | None = None
+    reference_sync_steps: Annotated[int, NOT_NEGATIVE] = 0
+    reference_mixup: Annotated[float, Range(0, 1, open_low=True)] = 1.0
 
 
 @dataclass(frozen=True)
