@@ -115,11 +115,10 @@ class AlgorithmConfig:
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub (ORG/NAME@REVISION for a revision); in distillation it is the teacher.
             None for the run's initial model.
-        reference_sync_steps: steps of the run from one synchronisation of the reference
-            with the policy to the next, as in TR-DPO and ProRL; 0 for none.
-        reference_mixup: share of the policy's parameters in a reference that is
-            synchronised; the rest are its own. 1 for a copy, the only choice with an
-            adapter.
+        reference_sync_steps: the reference moves to the policy whenever this many steps
+            of the run have passed, as in TR-DPO and ProRL; 0 for never.
+        reference_mixup: share of the policy in the parameters of the reference that has
+            moved; the rest is the reference before. 1 for a copy, as an adapter needs.
         entropy_coefficient: weight of the entropy bonus: the loss subtracts this times
             the policy's entropy, in nats.
         aggregation: how the loss of a step is made of the losses of its tokens.

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Sync(NamedTuple):
-    """How often a reference follows the trained policy, and how far.
+    """Steps between two moves of a reference to the policy, and their size.
 
     Attributes:
         steps: steps of the run from one synchronisation to the next; 0 for none.
@@ -60,7 +60,7 @@ WITHOUT_EFFECT = ("max_length", "initializer_range")
 
 @dataclass(frozen=True)
 class Following:
-    """What a reference needs to follow the trained policy.
+    """The parts with which a reference follows the trained policy.
 
     Attributes:
         steps: as `Sync.steps`, >= 1.
@@ -117,7 +117,7 @@ class Reference:
 
     @property
     def saved(self) -> PyTree | None:
-        """What a checkpoint holds of it: `params`, or None if they never change."""
+        """Its part of a checkpoint: `params`, or None if they never change."""
         return None if self.following is None else self.params
 
     @property

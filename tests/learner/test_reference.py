@@ -166,14 +166,14 @@ def test_the_reference_of_an_adapter_is_a_copy_of_it_over_the_same_base(lora):
     batch = packing.pack(sequences(), 16, 8)
 
     def own(params):
-        return learner.scorer.predict(model.whole(params), batch).logprobs
+        return np.asarray(learner.scorer.predict(model.whole(params), batch).logprobs)
 
     start = own(state.params)
     np.testing.assert_array_equal(reference.predict(batch).logprobs, start)
     state, _ = moved(state, by=0.1)
     np.testing.assert_array_equal(reference.predict(batch).logprobs, start)
     reference.follow(state, 2)
-    scored = reference.predict(batch).logprobs
+    scored = np.asarray(reference.predict(batch).logprobs)
     np.testing.assert_array_equal(scored, own(state.params))
     assert np.abs(scored - start).max() > 1e-3
     assert {*base} <= {*buffer_pointers(reference.whole(reference.params))}
