@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxrl_post.config.fields import ANY, NOT_NEGATIVE, POSITIVE, SHARE
+from jaxrl_post.config.fields import ANY, NOT_NEGATIVE, POSITIVE, SHARE, Range
 
 __all__ = [
     "ALGORITHMS",
@@ -115,6 +115,10 @@ class AlgorithmConfig:
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub (ORG/NAME@REVISION for a revision); in distillation it is the teacher.
             None for the run's initial model.
+        reference_sync_steps: the reference moves to the policy whenever this many steps
+            of the run have passed, as in TR-DPO and ProRL; 0 for never.
+        reference_mixup: share of the policy in the parameters of the reference that has
+            moved; the rest is the reference before. 1 for a copy, as an adapter needs.
         entropy_coefficient: weight of the entropy bonus: the loss subtracts this times
             the policy's entropy, in nats.
         aggregation: how the loss of a step is made of the losses of its tokens.
@@ -152,6 +156,8 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
     kl_weights: Literal["policy", "proximal", "behavior"] | None = None
     reference: str | None = None
+    reference_sync_steps: Annotated[int, NOT_NEGATIVE] = 0
+    reference_mixup: Annotated[float, Range(0, 1, open_low=True)] = 1.0
     entropy_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
     aggregation: (
         Literal["token_mean", "sequence_mean", "sequence_sum", "fixed"] | None

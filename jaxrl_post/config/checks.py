@@ -27,6 +27,7 @@ from jaxrl_post.config.offline import (
     PREFERENCES,
     OfflineConfig,
     PreferenceConfig,
+    PreferenceLossConfig,
     RewardConfig,
     SFTConfig,
 )
@@ -191,9 +192,44 @@ def check_correction(config: CorrectionConfig) -> None:
         )
 
 
+def _check_reference(
+    config: AlgorithmConfig | PreferenceLossConfig, option: str, run: RunConfig
+) -> None:
+    """Refuses a reference that cannot follow, and options of one without effect.
+
+    Whether the run has a reference is checked where its algorithm or loss is made.
+    """
+    steps, mixup = config.reference_sync_steps, config.reference_mixup
+    if not steps:
+        if mixup != 1.0:
+            raise ConfigError(
+                f"{option}-mixup: without {option}-sync-steps the reference stays as "
+                f"it is; got {mixup:g}; drop the option, or give the other"
+            )
+        return
+    if run.epochs is None and steps >= run.steps:
+        raise ConfigError(
+            f"{option}-sync-steps: must be less than --steps, {run.steps}, or no step "
+            f"has a new reference; got {steps}"
+        )
+    if run.lora.rank and mixup != 1.0:
+        raise ConfigError(
+            f"{option}-mixup: must be 1 with --lora.rank, a copy of the adapter: the "
+            "product of two mixed matrices is no mixture of their products; got "
+            f"{mixup:g}; drop one of the two"
+        )
+    if run.lora.rank and config.reference is not None:
+        raise ConfigError(
+            f"{option}-sync-steps: {config.reference} cannot follow an adapter over "
+            f"another base; drop the option, or drop {option}, so that the reference "
+            "is the policy before its first step"
+        )
+
+
 def _check_offline(config: OfflineConfig) -> None:
     if isinstance(config, PreferenceConfig):
         check_name(config.loss.name, "--loss.name", "preference loss", PREFERENCES)
+        _check_reference(config.loss, "--loss.reference", config)
     if isinstance(config, RewardConfig):
         _check_kind(config)
         if config.warm_start.steps:
@@ -239,6 +275,7 @@ def _check_rl(config: RLConfig) -> None:
     if config.exact:
         _check_exact(config)
     check_algorithm(config.algorithm, config.critic, config.distill)
+    _check_reference(config.algorithm, "--algorithm.reference", config)
     _check_mesh(config.rollout.mesh, "--rollout.")
     _check_idle(config)
     check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")

@@ -95,6 +95,10 @@ class PreferenceLossConfig:
             for the default.
         reference: Hugging Face directory of the reference policy, or ORG/NAME on the
             hub; None for the model as it began.
+        reference_sync_steps: the reference moves to the policy whenever this many steps
+            of the run have passed, as in TR-DPO and ProRL; 0 for never.
+        reference_mixup: share of the policy in the parameters of the reference that has
+            moved; the rest is the reference before. 1 for a copy, as an adapter needs.
     """
 
     name: str = "dpo"
@@ -107,6 +111,8 @@ class PreferenceLossConfig:
     desirable_weight: Annotated[float | None, NOT_NEGATIVE] = None
     undesirable_weight: Annotated[float | None, NOT_NEGATIVE] = None
     reference: str | None = None
+    reference_sync_steps: Annotated[int, NOT_NEGATIVE] = 0
+    reference_mixup: Annotated[float, Range(0, 1, open_low=True)] = 1.0
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,14 @@ def make_preference(config: PreferenceLossConfig) -> PreferenceAlgorithm:
         kind="preference loss",
         broken=contract.broken_preference,
     )
-    if config.reference is not None and not found.needs_reference:
-        raise ConfigError(
-            f"--loss.reference: {name} looks at no reference policy; drop the option"
-        )
+    for option, given in (
+        ("reference", config.reference is not None),
+        ("reference-sync-steps", config.reference_sync_steps > 0),
+    ):
+        if given and not found.needs_reference:
+            raise ConfigError(
+                f"--loss.{option}: {name} looks at no reference policy; drop the option"
+            )
     return found
 
 

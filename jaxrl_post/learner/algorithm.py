@@ -84,12 +84,22 @@ def make_algorithm(
         )
     if critic != NO_CRITIC and found.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
-    reads = found.needs_reference or found.divergence is not None
-    if config.reference is not None and not reads:
+    teaches = found.has_teacher or found.divergence is not None
+    if config.reference_sync_steps and teaches:
         raise ConfigError(
-            "--algorithm.reference: nothing looks at it with a kl-coefficient of 0; "
-            "drop the option, or give --algorithm.kl-coefficient"
+            f"--algorithm.reference-sync-steps: the reference of {name} is a teacher, "
+            "which does not follow its student; drop the option"
         )
+    for option, given in (
+        ("reference", config.reference is not None),
+        ("reference-sync-steps", config.reference_sync_steps > 0),
+    ):
+        if given and not (found.needs_reference or teaches):
+            raise ConfigError(
+                f"--algorithm.{option}: nothing looks at a reference with a "
+                "kl-coefficient of 0; drop the option, or give "
+                "--algorithm.kl-coefficient"
+            )
     if critic.backbone == "shared":
         return algorithms.shared_backbone(found, coefficient=critic.coefficient)
     return found

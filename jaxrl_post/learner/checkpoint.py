@@ -176,11 +176,12 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the free space is smaller than the last checkpoint or, for
-                the first checkpoint, than half of parameters and master weights.
+                the first checkpoint, than half of parameters, master weights and
+                reference.
         """
         latest = self.latest()
         if latest is None:
-            weights = jax.tree.leaves((state.params, state.master))
+            weights = jax.tree.leaves((state.params, state.master, state.reference))
             wanted = sum(leaf.nbytes for leaf in weights) // 2
         else:
             files = (self.directory / str(latest)).rglob("*")

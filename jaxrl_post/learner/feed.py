@@ -74,7 +74,7 @@ class Feed:
         return Drawn(batch, self._packed(self.measured.examples, split, indices))
 
     def scored(self, drawn: Drawn) -> Drawn:
-        """Adds the reference's log-probs, which stay constant during training."""
+        """Adds the log-probs of the reference as it is now."""
         measured = None if drawn.measured is None else self._scored(drawn.measured)
         return Drawn(self._scored(drawn.batch), measured)
 
@@ -108,5 +108,5 @@ class Feed:
     def _scored(self, batch: TokenBatch) -> TokenBatch:
         if self.reference is None:
             return batch
-        predicted = self.reference.scorer.predict(self.reference.params, batch)
-        return batch.replace(reference_logprobs=predicted.logprobs)  # type: ignore[attr-defined]
+        logprobs = self.reference.predict(batch).logprobs
+        return batch.replace(reference_logprobs=logprobs)  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ def layout_table(
         ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
         ("adapter", "trained", None if adaptation is None else model.params),
         ("optimizer", "float32 moments and master weights", optimizer),
-        ("reference", "frozen parameters", reference),
+        ("reference", "parameters, not trained", reference),
         ("critic", "parameters and optimizer", critic),
         ("reward model", "frozen parameters", judge),
         ("sampler's copy", f"on {_axes(sampler.mesh or model.mesh)}", sampler.copies),

@@ -1,13 +1,15 @@
-"""Frozen policies next to the trained one: KL reference or teacher."""
+"""Policies next to the trained one: KL reference or teacher."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.algorithms.objective import Divergence
+from jaxrl_post.algorithms.objective import Divergence, Predictions
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.learner import Learner, Scorer
@@ -17,13 +19,19 @@ from jaxrl_post.learner.model import (
     open_model,
     read_tokenizer,
 )
+from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.learner.teacher import Comparison
+from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.spec import copied, is_abstract
-from jaxrl_post.types import PyTree
+from jaxrl_post.sharding import placed
+from jaxrl_post.types import Array, PyTree, TokenBatch
 
 __all__ = [
+    "NO_SYNC",
+    "Following",
     "Reference",
+    "Sync",
     "beside_teacher",
     "open_reference",
     "require_directory",
@@ -31,12 +39,98 @@ __all__ = [
 ]
 
 
+class Sync(NamedTuple):
+    """Steps between two moves of a reference to the policy, and their size.
+
+    Attributes:
+        steps: steps of the run from one synchronisation to the next; 0 for none.
+        mixup: share of the policy in the new reference, in (0, 1]; the rest is the old
+            reference. 1 is a copy.
+
+    References:
+        Gorbatovski et al., Learn Your Reference Model, arXiv:2404.09656.
+    """
+
+    steps: int = 0
+    mixup: float = 1.0
+
+
+NO_SYNC = Sync()
+# Fields of a model's config in which a reference that follows may differ.
+WITHOUT_EFFECT = ("max_length", "initializer_range")
+
+
 @dataclass(frozen=True)
+class Following:
+    """The parts with which a reference follows the trained policy.
+
+    Attributes:
+        steps: as `Sync.steps`, >= 1.
+        mix: compiled function of (reference, policy), trees of equal shapes; returns
+            the new reference, and donates the old one.
+        layout: shardings of the reference.
+    """
+
+    steps: int
+    mix: Callable[[PyTree, PyTree], PyTree]
+    layout: PyTree
+
+
+@dataclass
 class Reference:
-    """A frozen policy with the trained policy's tokenizer; its shape may differ."""
+    """A policy with the trained policy's tokenizer; its shape may differ.
+
+    Attributes:
+        scorer: computes its predictions.
+        params: its parameters, or its adapter alone.
+        whole: returns the parameters for `forward`, given `params`.
+        following: None if `params` stay as they are.
+    """
 
     scorer: Scorer
     params: PyTree
+    whole: Callable[[PyTree], PyTree] = lambda params: params
+    following: Following | None = None
+
+    def predict(self, batch: TokenBatch) -> Predictions:
+        """Returns NumPy predictions [rows, length] for a NumPy batch; no entropies."""
+        return self.scorer.predict(self.whole(self.params), batch)
+
+    def follow(self, state: TrainState, number: int) -> dict[str, float]:
+        """Moves to the policy if it is time, before step `number` reads the reference.
+
+        The first step that reads a new reference is one more than a multiple of
+        `Following.steps`. What is evaluated after a step has the step's own reference.
+
+        Args:
+            state: the policy's, before the step.
+            number: of the step, from 1.
+
+        Returns:
+            Scalar metrics; none if the reference stays as it is.
+        """
+        if self.following is None:
+            return {}
+        last = (number - 1) // self.following.steps * self.following.steps
+        if last and last == number - 1:
+            policy = state.params if state.master is None else state.master
+            self.params = self.following.mix(self.params, policy)
+        return {"reference/last_sync": float(last)}
+
+    @property
+    def saved(self) -> PyTree | None:
+        """Its part of a checkpoint: `params`, or None if they never change."""
+        return None if self.following is None else self.params
+
+    @property
+    def layout(self) -> PyTree | None:
+        """Shardings of `saved`."""
+        return None if self.following is None else self.following.layout
+
+    def restore(self, saved: PyTree | None) -> None:
+        """Restores a value of `saved`."""
+        if self.following is not None:
+            self.params = saved
 
 
 def require_directory(path: str | None, option: str) -> None:
@@ -84,41 +178,93 @@ def open_reference(
     option: str,
     *,
     longest: int,
+    sync: Sync = NO_SYNC,
 ) -> Reference:
-    """Opens the frozen policy of a run.
+    """Opens the reference of a run, or its teacher.
 
     Args:
         model: the model to train, at step 0; of an abstract one the reference is
             abstract too.
-        learner: gives temperature, rematerialisation and the size of a microbatch.
+        learner: gives temperature, rematerialisation, the size of a microbatch, and
+            the layout of the parameters.
         directory: a model directory; None for the model at step 0.
         option: name of the directory's option, for errors.
         longest: tokens of the longest sequence that the policy scores.
+        sync: how it follows the trained policy; with an adapter only as a copy.
 
     Raises:
-        ConfigError: the directory's tokenizer has other ids, or its model's context is
-            shorter than `longest`.
+        ConfigError: the directory's tokenizer has other ids, its model's context is
+            shorter than `longest`, or it should follow a policy of another kind.
     """
+    reference = _opened(
+        model, learner, directory, option, longest, follows=bool(sync.steps)
+    )
+    if not sync.steps:
+        return reference
+    layout = learner.layout.params
+    if sync.mixup < 1 and model.dtype != jnp.float32:
+        # In bfloat16 a small share of a small change would be rounded away.
+        widen, params = _cast(jnp.dtype(jnp.float32), layout), reference.params
+        if is_abstract(params):
+            reference.params = placed(jax.eval_shape(widen, params), layout)
+        else:
+            reference.params = widen(params)
+        reference.whole = _cast(model.dtype, layout)
+    mix = jax.jit(partial(_mixed, sync.mixup), out_shardings=layout, donate_argnums=0)
+    reference.following = Following(sync.steps, mix, layout)
+    return reference
+
+
+def _cast(dtype: jnp.dtype, layout: PyTree) -> Callable[[PyTree], PyTree]:
+    """A compiled function that returns parameters in another dtype."""
+    cast = lambda leaf: leaf.astype(dtype)  # noqa: E731
+    return jax.jit(partial(jax.tree.map, cast), out_shardings=layout)
+
+
+def _mixed(share: float, reference: PyTree, policy: PyTree) -> PyTree:
+    """Returns share * policy + (1 - share) * reference, in the reference's dtype."""
+
+    def mix(old: Array, new: Array) -> Array:
+        old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
+        return (share * new32 + (1 - share) * old32).astype(old.dtype)
+
+    return jax.tree.map(mix, reference, policy)
+
+
+def _opened(
+    model: Model,
+    learner: Learner,
+    directory: str | None,
+    option: str,
+    longest: int,
+    *,
+    follows: bool,
+) -> Reference:
+    """The reference as it begins; see `open_reference`."""
     if directory is None:
         # Nothing is compared with a reference's last bits.
         policy = replace(learner.policy, exact=False)
         scorer = replace(learner.scorer, policy=policy)
-        if model.adaptation is not None:
+        if model.adaptation is not None and not follows:
             return Reference(scorer, model.base)
         # Copy the arrays, because the first update donates the originals.
-        return Reference(scorer, copied(model.params))
+        return Reference(scorer, copied(model.params), model.whole)
     frozen = open_model(
         directory,
         mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
         dtype=model.dtype.name,
         seed=0,
         make_tokenizer=partial(tokenizer_of, list),
+        # Next to a critic on the policy's backbone it has the policy's tree.
+        head=model.config.head if follows else "lm",
         rules=model.rules,
         option=option,
         weights=not is_abstract(model.params),
     )
     require_same_ids(directory, model, option)
     check_beside(frozen.config, directory, longest, option)
+    if follows:
+        _check_same_kind(frozen.config, model.config, directory, option)
     policy = learner.policy
     scorer = Scorer(
         Policy(
@@ -132,6 +278,21 @@ def open_reference(
         learner.microbatch_rows,
     )
     return Reference(scorer, frozen.params)
+
+
+def _check_same_kind(
+    found: ModelConfig, trained: ModelConfig, directory: str, option: str
+) -> None:
+    """Refuses a model that computes something else with the trained parameters."""
+    names = [each.name for each in fields(found) if each.name not in WITHOUT_EFFECT]
+    for name in names:
+        has, wanted = getattr(found, name), getattr(trained, name)
+        if has != wanted:
+            raise ConfigError(
+                f"{option}-sync-steps: {directory} cannot follow the policy, which is "
+                f"another model: its {name} is {has}, the policy's {wanted}. Drop the "
+                f"option, or drop {option} to begin with the policy itself"
+            )
 
 
 def beside_teacher(

@@ -27,6 +27,8 @@ class TrainState:
         master: float32 master weights if `params` are narrower, else None.
         opt_state: optax's state.
         critic: state of a separate critic, set only in checkpoints; else None.
+        reference: `Reference.params` of a reference that follows the policy, set only
+            in checkpoints; else None.
     """
 
     step: Int[Array, ""]
@@ -34,6 +36,7 @@ class TrainState:
     master: PyTree | None
     opt_state: Any
     critic: "TrainState | None" = None
+    reference: PyTree | None = None
 
 
 def learning_rates(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -109,6 +109,8 @@ class Updater:
                 f"{self.config.rollout.max_tokens}, and with --rollout.truncated mask "
                 "none of them is trained on; raise the limit, or choose zero"
             )
+        if self.reference is not None:
+            metrics |= self.reference.follow(self.state, number)
         metrics |= self._train(sequences, number)
         metrics |= {f"time/{name}": spent for name, spent in self._phases.items()}
         return Update(metrics, tokens)
@@ -197,21 +199,27 @@ class Updater:
 
     def snapshot(self) -> TrainState:
         """Returns all arrays of a checkpoint."""
-        critic = None if self.critic is None else self.critic.state
-        return self.state.replace(critic=critic)  # type: ignore[attr-defined]
+        return self.state.replace(  # type: ignore[attr-defined]
+            critic=None if self.critic is None else self.critic.state,
+            reference=None if self.reference is None else self.reference.saved,
+        )
 
     @property
     def layout(self) -> TrainState:
         """Shardings of `snapshot`."""
-        critic = None if self.critic is None else self.critic.learner.layout
-        return self.learner.layout.replace(critic=critic)  # type: ignore[attr-defined]
+        return self.learner.layout.replace(  # type: ignore[attr-defined]
+            critic=None if self.critic is None else self.critic.learner.layout,
+            reference=None if self.reference is None else self.reference.layout,
+        )
 
     def load_snapshot(self, snapshot: TrainState) -> None:
         """Restores the state from `snapshot`."""
         if self.critic is not None:
             assert snapshot.critic is not None
             self.critic.state = snapshot.critic
-        self.state = snapshot.replace(critic=None)  # type: ignore[attr-defined]
+        if self.reference is not None:
+            self.reference.restore(snapshot.reference)
+        self.state = snapshot.replace(critic=None, reference=None)  # type: ignore[attr-defined]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -405,8 +413,7 @@ class Updater:
         if self.reference is not None and self.algorithm.needs_reference:
             # The reference did not sample, so it has its whole distribution.
             whole = batch.replace(kept=None)  # type: ignore[attr-defined]
-            predicted = self.reference.scorer.predict(self.reference.params, whole)
-            found["reference_logprobs"] = predicted.logprobs
+            found["reference_logprobs"] = self.reference.predict(whole).logprobs
         if self.critic is not None:
             whole = self.critic.model.whole(self.critic.state.params)
             values = self.critic.learner.scorer.predict(whole, batch).values_after

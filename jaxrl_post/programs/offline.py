@@ -42,7 +42,9 @@ from jaxrl_post.learner.learner import Learner, Update, begin_training
 from jaxrl_post.learner.memory import MemoryTable, layout_table
 from jaxrl_post.learner.model import Model, check_context
 from jaxrl_post.learner.reference import (
+    NO_SYNC,
     Reference,
+    Sync,
     open_reference,
     require_directory,
 )
@@ -82,6 +84,7 @@ class Job:
         measured: returns the examples that KTO measures, forward only; else None.
         needs_reference: whether the objective reads reference log-probs.
         reference: directory of the reference policy; None for the initial model.
+        sync: how the reference follows the trained policy.
         sequences: number of sequences per example, side by side in a row.
         noun: for examples, in messages.
         right: name of the objective's accuracy metric.
@@ -98,6 +101,7 @@ class Job:
     measured: Callable[[Any], Measured | None] = lambda examples: None
     needs_reference: bool = False
     reference: str | None = None
+    sync: Sync = NO_SYNC
     sequences: int = 1
     noun: str = "pairs"
     right: str = "preference/accuracy"
@@ -106,12 +110,20 @@ class Job:
     tasks: TaskSets | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldOut:
     """Held-out examples as one batch, and their number."""
 
     drawn: Drawn
     count: int
+    _scored: Drawn | None = field(default=None, init=False)
+
+    def scored(self, feed: Feed) -> Drawn:
+        """The examples with the log-probs of the reference as it is now."""
+        follows = feed.reference is not None and feed.reference.following is not None
+        if self._scored is None or follows:
+            self._scored = feed.scored(self.drawn)
+        return self._scored
 
 
 def run_offline(
@@ -199,6 +211,7 @@ def _preferences(config: PreferenceConfig, console: Console) -> Job:
         measured=measured,
         needs_reference=algorithm.needs_reference,
         reference=config.loss.reference,
+        sync=Sync(config.loss.reference_sync_steps, config.loss.reference_mixup),
         sequences=2 if mismatched is None else 1,
         noun="pairs" if mismatched is None else "answers",
     )
@@ -305,6 +318,7 @@ def _begun(
             job.reference,
             "--loss.reference",
             longest=config.max_tokens,
+            sync=job.sync,
         )
     return learner, state, reference
 
@@ -393,7 +407,8 @@ class _FeedUpdater:
     state: TrainState
 
     def update(self, batch: _Read, number: int) -> Update:
-        begin = time.perf_counter()
+        begin, reference = time.perf_counter(), self.feed.reference
+        moved = {} if reference is None else reference.follow(self.state, number)
         with jax.profiler.TraceAnnotation("logprobs"):
             scored = self.feed.scored(batch.drawn)
             ready = self.feed.ready(self.state.params, scored)
@@ -403,7 +418,7 @@ class _FeedUpdater:
                 self.state, ready, where=f"step {number}"
             )
             jax.block_until_ready(self.state.params)
-        metrics |= {
+        metrics |= moved | {
             "train/tokens": float(np.sum(ready.loss_mask)),
             "train/epoch": number * batch.share,
             "time/data": batch.seconds,
@@ -429,14 +444,20 @@ class _OfflineTrainer(Trainer):
 
     @property
     def layout(self) -> TrainState:
-        return self.updater.feed.learner.layout
+        reference = self.updater.feed.reference
+        return self.updater.feed.learner.layout.replace(  # type: ignore[attr-defined]
+            reference=None if reference is None else reference.layout
+        )
 
     def logs(self, resume_step: int, step: int) -> NoLog:
         del resume_step, step
         return NoLog()
 
     def snapshot(self) -> TrainState:
-        return self.updater.state
+        reference = self.updater.feed.reference
+        return self.updater.state.replace(  # type: ignore[attr-defined]
+            reference=None if reference is None else reference.saved
+        )
 
     def meta(self, *, due: bool = False) -> dict[str, Any]:
         del due
@@ -444,7 +465,9 @@ class _OfflineTrainer(Trainer):
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
         del meta
-        self.updater.state = snapshot
+        if (reference := self.updater.feed.reference) is not None:
+            reference.restore(snapshot.reference)
+        self.updater.state = snapshot.replace(reference=None)  # type: ignore[attr-defined]
 
     @property
     def held_out_size(self) -> int:
@@ -461,7 +484,7 @@ def _held_out(run: Run[OfflineConfig], feed: Feed) -> HeldOut | None:
     count = min(run.config.eval.num_tasks, feed.examples.size("eval"))
     if not count:
         return None
-    return HeldOut(feed.scored(feed.draw("eval", range(count))), count)
+    return HeldOut(feed.draw("eval", range(count)), count)
 
 
 def _evaluated(
@@ -471,7 +494,7 @@ def _evaluated(
     if held_out is None:
         return {}
     begin = time.perf_counter()
-    found = feed.learner.evaluate(params, feed.ready(params, held_out.drawn))
+    found = feed.learner.evaluate(params, feed.ready(params, held_out.scored(feed)))
     metrics = {f"eval/{name.rpartition('/')[2]}": each for name, each in found.items()}
     if right in found:
         metrics[ACCURACY] = found[right]

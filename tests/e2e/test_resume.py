@@ -15,13 +15,16 @@ from jaxrl_post.records.directory import read_rows
 from tests.e2e.conftest import EPISODES, QUICK
 
 STEPS = 24
-# Every part that has state: updates from an earlier policy, groups that wait; and, in
-# EPISODES, episodes that are unfinished when a step is taken.
+# Every part that has state: updates from an earlier policy, groups that wait, and a
+# reference that follows; and, in EPISODES, episodes that are unfinished when a step is
+# taken.
 UPDATES = (
     "--update.minibatches=2",
     "--update.epochs=2",
     "--rollout.dynamic-sampling",
     "--algorithm.kl-coefficient=0.01",
+    "--algorithm.reference-sync-steps=3",
+    "--algorithm.reference-mixup=0.5",
 )
 
 

@@ -304,6 +304,20 @@ RESUME = [
         "programs/test_rl.py programs/test_partial.py",
     ),
     Fault(
+        "a resumed run has the reference of its beginning",
+        "learner/reference.py::Reference.restore",
+        "self.params = saved",
+        "pass",
+        "programs/test_reference.py",
+    ),
+    Fault(
+        "held-out pairs keep the log-probs of the first reference",
+        "programs/offline.py::HeldOut.scored",
+        "self._scored is None or follows",
+        "self._scored is None",
+        "programs/test_reference.py",
+    ),
+    Fault(
         "a resumed run trains on its first examples again",
         "learner/checkpoint.py::Checkpoints.restore",
         'iterator.set_state(restored["data"])',

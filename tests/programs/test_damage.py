@@ -220,6 +220,12 @@ def test_the_first_save_needs_room_for_half_of_the_weights(tmp_path, disk):
         checkpoints.save(1, state, task_indices(3, seed=0), {})
     disk(free=half)
     checkpoints.require_space(state)
+    following = state.replace(reference=state.params)
+    disk(free=half + 4100 - 1)
+    with pytest.raises(CheckpointError):
+        checkpoints.require_space(following)
+    disk(free=half + 4100)
+    checkpoints.require_space(following)
     checkpoints.close()
 
 

@@ -11,7 +11,7 @@ from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.learner.critic import open_critic
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model
-from jaxrl_post.learner.reference import beside_teacher, open_reference
+from jaxrl_post.learner.reference import Sync, beside_teacher, open_reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence
 from jaxrl_post.programs.build.judge import open_judge
@@ -72,14 +72,15 @@ def make_updater(
         num_steps=policy_steps,
         exact=config.exact,
     )
-    reference = None
+    reference, options = None, config.algorithm
     if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(
             model,
             learner,
-            config.algorithm.reference,
+            options.reference,
             "--algorithm.reference",
             longest=longest,
+            sync=Sync(options.reference_sync_steps, options.reference_mixup),
         )
     if reference is not None and algorithm.divergence is not None:
         learner = beside_teacher(

@@ -91,6 +91,7 @@ SECTIONS = (
         "Policy",
         (
             Panel("policy/kl_to_reference", "KL to reference"),
+            Panel("reference/last_sync", "Reference of step", smoothed=False),
             Panel("policy/clip_fraction_low", "Clipped below", notation.percent),
             Panel("policy/clip_fraction_high", "Clipped above", notation.percent),
             Panel("policy/kl_to_proximal", "KL to proximal"),
