@@ -49,6 +49,7 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import ObjectiveFn
 from jaxrl_post.models import Head
 from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs.best import check_metric
 from jaxrl_post.programs.hub import Fetched, fetch_run
 from jaxrl_post.programs.intervals import wilson_interval
 from jaxrl_post.programs.loop import Trainer, train
@@ -84,6 +85,7 @@ class Job:
         sequences: number of sequences per example, side by side in a row.
         noun: for examples, in messages.
         right: name of the objective's accuracy metric.
+        evaluated: metrics that evaluations have in any case.
         head: of the model that is trained.
         make_tokenizer: trains a preset's tokenizer of so many tokens; None for one of
             the examples' texts.
@@ -100,6 +102,7 @@ class Job:
     sequences: int = 1
     noun: str = "pairs"
     right: str = "preference/accuracy"
+    evaluated: tuple[str, ...] = ("eval/loss", ACCURACY, "eval/margin")
     head: Head = "lm"
     make_tokenizer: Callable[[int], Tokenizer] | None = None
     tasks: TaskSets | None = None
@@ -145,6 +148,9 @@ def run_offline(
             job = _reward_model(config, console)
         case _:
             raise TypeError(f"config must be of a program here, got {type(config)}")
+    # A loss of the user's may have any metrics.
+    own = isinstance(config, PreferenceConfig) and ":" in config.loss.name
+    check_metric(config, job.evaluated, own=own)
     try:
         return _run(fetched, job, console, command, should_stop)
     except WarmStartStoppedError:
@@ -169,6 +175,7 @@ def _fine_tuning(config: SFTConfig, console: Console) -> Job:
         examples,
         functools.cache(fitting),
         noun="examples",
+        evaluated=("eval/loss",),
         make_tokenizer=make_tokenizer,
         tasks=tasks,
     )
@@ -200,6 +207,7 @@ def _preferences(config: PreferenceConfig, console: Console) -> Job:
         reference=config.loss.reference,
         sequences=2 if mismatched is None else 1,
         noun="pairs" if mismatched is None else "answers",
+        evaluated=Job.evaluated if mismatched is None else ("eval/loss", ACCURACY),
     )
 
 
@@ -221,6 +229,7 @@ def _reward_model(config: RewardConfig, console: Console) -> Job:
         functools.cache(partial(solutions.fitting, max_tokens=config.max_tokens)),
         noun="solutions",
         right="process/first_error_accuracy",
+        evaluated=("eval/loss", ACCURACY, "eval/step_accuracy"),
         head="process",
     )
 

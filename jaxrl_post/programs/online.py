@@ -39,6 +39,7 @@ from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.programs.best import check_metric
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
 from jaxrl_post.programs.build.engine import engine_sizes, make_engine
@@ -47,7 +48,7 @@ from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.programs.build.trainer import make_trainer, make_updater
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.loop import train
-from jaxrl_post.programs.rl import OnlineTrainer
+from jaxrl_post.programs.rl import MEASURED, OnlineTrainer
 from jaxrl_post.programs.run import (
     Run,
     RunResult,
@@ -92,6 +93,7 @@ def run_rl(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
     check_run(config, algorithm)
+    check_metric(config, MEASURED, own=True)
     fetched = fetch_run(config, console=console)
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")

@@ -5,11 +5,10 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -44,8 +43,8 @@ from jaxrl_post.learner.learner import (
 from jaxrl_post.learner.model import Model, open_model, save_model, versions
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
-from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.programs.agreement import check_same_program, locked
+from jaxrl_post.programs.best import Best
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
 from jaxrl_post.programs.places import (
@@ -66,7 +65,7 @@ from jaxrl_post.records import notation
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
-from jaxrl_post.records.hub.card import Part, run_card
+from jaxrl_post.records.hub.card import run_cards
 from jaxrl_post.records.hub.push import PushError, check_push, push, push_of
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
@@ -143,6 +142,7 @@ class Run[Config: RunConfig]:
         console: for messages to the user.
         command: the command line, for the report.
         inputs: fingerprints of data, models, code and tasks, by option.
+        best: its best model, and whether the run ends early.
         memory: what takes memory on a device, once it is known.
     """
 
@@ -154,6 +154,7 @@ class Run[Config: RunConfig]:
     console: Console
     command: str
     inputs: Mapping[str, Fingerprint]
+    best: Best
     memory: list[tuple[str, str, str]] = field(default_factory=list)
 
     def print_memory(self, table: list[tuple[str, str, str]]) -> None:
@@ -206,7 +207,7 @@ class Run[Config: RunConfig]:
         )
 
     def resumed(self, step: int, state: TrainState) -> None:
-        """Prints the step at which the run resumes, or that no step is left.
+        """Prints the step at which the run resumes, or why no step is left.
 
         Args:
             step: of the restored checkpoint.
@@ -216,7 +217,13 @@ class Run[Config: RunConfig]:
             CheckpointError: steps are left, but the disk has no space for a checkpoint.
         """
         steps = self.config.steps
-        if step < steps:
+        if step < steps and self.best.ended:
+            self.console.print(
+                f"nothing is left to do: the run {self.best.told_end(step, steps)}; "
+                "a larger patience continues it",
+                highlight=False,
+            )
+        elif step < steps:
             self.checkpoints.require_space(state)
             self.console.print(f"resumed at step {step} of {steps}")
         else:
@@ -329,6 +336,7 @@ def open_run[Config: RunConfig](
             console,
             command,
             inputs,
+            Best(config, directory),
             memory,
         )
         if checkpoints.latest() is None and model.preset:
@@ -540,10 +548,15 @@ def finish(
         CallbackError: a callback raised at the end; the model is saved.
         PushError: the model is saved, but could not be uploaded.
     """
-    completed, saved = step >= run.config.steps, None
+    early = step < run.config.steps and run.best.ended
+    completed, saved = step >= run.config.steps or early, None
     rows = [] if processes.index() else [*read_rows(run.directory.metrics)]
     if completed:
-        saved, cards = run.directory.path / "model", _cards(run, rows)
+        note = ""
+        if early:
+            note = f"The run {run.best.told_end(step, run.config.steps)}."
+        saved = run.directory.path / "model"
+        cards = run_cards(run.directory, run.config.model, note)
         save_model(saved, run.model, state.params, cards=cards)
         if critic is not None:
             place, adapter = run.directory.path / "critic", "critic_adapter"
@@ -558,23 +571,12 @@ def finish(
         metrics = {k: math.nan if v is None else v for k, v in last.items()}
         path = run.directory.path
         tell(config.callbacks, Event("end", step, config.steps, metrics, path, saved))
+    best, trained = run.best.place, run.best.standing.step if run.best.place else step
+    if completed and best is not None:
+        run.console.print(
+            f"best:   {best}, with {run.best.told()}", markup=False, highlight=False
+        )
     target = push_of(config, run.directory.path)
     if target is not None and saved is not None:
-        push(target, saved, f"{step} steps of training", run.console)
+        push(target, best or saved, f"{trained} steps of training", run.console)
     return RunResult(step, completed, saved, report)
-
-
-def _cards(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The cards of all directories that a run may save, in process 0."""
-    description = run.directory.read_description()
-    if processes.index() or description is None:
-        return {}
-    model = Path(run.config.model)
-    adapter = adapter_in(model)
-    bases = [model] if adapter is None else [adapter, model]
-    parts: tuple[Part, ...] = ("model", "adapter", "critic", "critic_adapter")
-    title = run.directory.path.absolute().name
-    return {
-        part: run_card(description, rows, title=title, bases=bases, part=part)
-        for part in parts
-    }
