@@ -113,8 +113,8 @@ class CheckpointConfig:
         best_is: whether the highest or the lowest value is the best one; auto does what
             the table of metrics says, such as lowest for eval/loss.
         patience: evaluations in a row without a better value of `keep_best`, after
-            which the run ends, as complete; that before the first step does not count.
-            A resumed run goes on with a larger one. None to take all steps.
+            which the run ends, as complete; the one before the first step does not
+            count. A larger value continues such a run. None to take all steps.
         min_delta: how much better than the best one a value must be so that `patience`
             counts from there; the best model is kept in any case.
     """

@@ -10,11 +10,11 @@ from typing import Any, Literal, Self
 import grain
 import jax
 
+from jaxrl_post.learner.best import BEST
 from jaxrl_post.learner.checkpoint import abstract_state
 from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
-from jaxrl_post.programs.best import BEST
 from jaxrl_post.programs.run import Run
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.progress import Progress

@@ -37,6 +37,7 @@ from jaxrl_post.examples.preferences import (
 )
 from jaxrl_post.examples.tasks import TaskSets, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
+from jaxrl_post.learner.best import check_metric
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, Update, begin_training
 from jaxrl_post.learner.model import Model, check_context, layout_table
@@ -49,7 +50,6 @@ from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import ObjectiveFn
 from jaxrl_post.models import Head
 from jaxrl_post.pretrained.families import write_config
-from jaxrl_post.programs.best import check_metric
 from jaxrl_post.programs.hub import Fetched, fetch_run
 from jaxrl_post.programs.intervals import wilson_interval
 from jaxrl_post.programs.loop import Trainer, train

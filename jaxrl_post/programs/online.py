@@ -27,6 +27,7 @@ from jaxrl_post.examples.tasks import (
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
+from jaxrl_post.learner.best import check_metric
 from jaxrl_post.learner.critic import check_critic
 from jaxrl_post.learner.model import (
     Model,
@@ -39,7 +40,6 @@ from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
-from jaxrl_post.programs.best import check_metric
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
 from jaxrl_post.programs.build.engine import engine_sizes, make_engine

@@ -32,7 +32,7 @@ from jaxrl_post.sharding import processes
 
 __all__ = ["MEASURED", "Colocated", "Imitated", "OnlineTrainer"]
 
-# What every evaluation has; an environment has metrics of its own.
+# Metrics that every evaluation has; an environment has others of its own.
 MEASURED = (
     ACCURACY, "eval/accuracy_low", "eval/accuracy_high", "eval/reward", "eval/failed",
     "eval/truncated_fraction",

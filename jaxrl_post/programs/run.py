@@ -33,6 +33,7 @@ from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.files import free_bytes, named, writing
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
+from jaxrl_post.learner.best import Best
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.learner.effective import effective
 from jaxrl_post.learner.learner import (
@@ -44,7 +45,6 @@ from jaxrl_post.learner.model import Model, open_model, save_model, versions
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.programs.agreement import check_same_program, locked
-from jaxrl_post.programs.best import Best
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
 from jaxrl_post.programs.places import (

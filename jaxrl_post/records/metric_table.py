@@ -86,9 +86,9 @@ def row_of(metric: str) -> Row | None:
 def better(metric: str) -> str:
     """Says whether "higher" or "lower" values of an evaluation's metric are better.
 
-    The rows say it: the metric's own, that of the environment's metric or of the loss's
-    metric with this name, or, of a part of a mixture, that of the whole. "" if none
-    does, as for a metric that only a user's environment has.
+    The metric's own row says it, else the row of the environment's or the loss's metric
+    with this name, and for a part of a mixture the row of the whole. "" if none does,
+    as for a metric that only a user's environment has.
 
     >>> better("eval/loss"), better("eval/passed"), better("eval/divergence")
     ('lower', 'higher', 'lower')

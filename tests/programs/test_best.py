@@ -1,6 +1,7 @@
-"""The best model of a run, and the early end: whatever interrupts it, the same files."""
+"""The best model of a run, and its early end: no interruption changes them."""
 
 import dataclasses
+import io
 import json
 import math
 import shutil
@@ -10,24 +11,30 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxrl_post import pretrained
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
+from jaxrl_post.config.offline import (
+    PairsConfig,
+    PreferenceConfig,
+    RewardConfig,
+    SFTConfig,
+)
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
+from jaxrl_post.learner import best as best_models
+from jaxrl_post.learner.best import Standing, check_metric
 from jaxrl_post.learner.learner import Update
 from jaxrl_post.learner.model import open_model
-from jaxrl_post.programs import best as best_models
 from jaxrl_post.programs import offline
-from jaxrl_post.programs.best import Standing, check_metric
 from jaxrl_post.programs.rl import MEASURED
 from jaxrl_post.records import outputs
 from jaxrl_post.records.directory import RunDirectory, read_rows
-from jaxrl_post.records.hub.push import PushError
 from jaxrl_post.records.report import write_report
 from tests.programs.trainers import CONFIG, go_on, make_model
 
@@ -41,7 +48,7 @@ LOSSES = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 2.2}
     [
         (True, [3.0, 2.0, 4.0, 1.0], [0, 1, 1, 3]),
         (False, [3.0, 2.0, 4.0, 1.0], [0, 0, 2, 2]),
-        # Of equal values the earlier one stays.
+        # Among equal values the earlier one stays.
         (True, [2.0, 2.0, 2.0], [0, 0, 0]),
         (False, [0.0, 0.0, -0.0], [0, 0, 0]),
         (True, [NAN, 2.0, NAN, 1.0], [None, 1, 1, 3]),
@@ -105,9 +112,8 @@ def config(base, tmp_path) -> SFTConfig:
     return dataclasses.replace(base, run_dir=str(tmp_path / "run"))
 
 
-@pytest.fixture
-def losses(monkeypatch) -> dict[int, float]:
-    """What the evaluations find; a step adds 1 to every parameter and trains nothing."""
+def scripted(patch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Sets what evaluations find; a step only adds 1 to every parameter."""
     values = dict(LOSSES)
 
     def update(updater: Any, batch: object, number: int) -> Update:
@@ -119,9 +125,23 @@ def losses(monkeypatch) -> dict[int, float]:
     def measure(trainer: object, number: int) -> dict[str, float]:
         return {"eval/loss": values[number], "eval/perplexity": 1.0}
 
-    monkeypatch.setattr(offline._FeedUpdater, "update", update)
-    monkeypatch.setattr(offline._OfflineTrainer, "measure", measure)
+    patch.setattr(offline._FeedUpdater, "update", update)
+    patch.setattr(offline._OfflineTrainer, "measure", measure)
     return values
+
+
+@pytest.fixture
+def losses(monkeypatch) -> dict[int, float]:
+    return scripted(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def whole(base) -> SFTConfig:
+    """A run that nothing interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch)
+        go_on(base)
+    return base
 
 
 def options(config: Any, **changes: Any) -> Any:
@@ -129,7 +149,7 @@ def options(config: Any, **changes: Any) -> Any:
     return dataclasses.replace(config, checkpoint=checkpoint)
 
 
-def run_of(config: SFTConfig) -> Path:
+def run_of(config: SFTConfig | PreferenceConfig) -> Path:
     return Path(config.run_dir or "")
 
 
@@ -141,7 +161,7 @@ def step_of(config: SFTConfig, name: str = "best") -> int:
     return step
 
 
-def record(config: SFTConfig) -> dict[str, Any]:
+def record(config: SFTConfig | PreferenceConfig) -> dict[str, Any]:
     found = RunDirectory(run_of(config)).read_best()
     assert found is not None
     return found
@@ -168,7 +188,8 @@ def test_the_best_model_is_kept_beside_the_last(config, losses):
     kept = {each.name for each in (run_of(config) / "checkpoints").iterdir()}
     assert kept == {"5", "10"}
     # It is a model as any other.
-    model = open_model(str(run_of(config) / "best"), mesh="dp1", make_tokenizer=None)
+    made = {"make_tokenizer": lambda size: make_model().tokenizer, "seed": 0}
+    model = open_model(str(run_of(config) / "best"), mesh="", dtype=None, **made)
     assert model.num_parameters == make_model().num_parameters
     # The same command again leaves it.
     _, told = go_on(config)
@@ -258,46 +279,23 @@ def test_a_run_without_gain_ends_as_a_complete_one(config, losses):
 
 
 def test_an_evaluation_that_a_signal_put_off_may_end_the_run(config, losses):
-    ended = options(config, patience=1)
-    asked: list[None] = []
-    console, told = offline_console()
+    ended = options(config, patience=2)
+    losses[5] = 2.0
+    go_on(dataclasses.replace(config, steps=5))
     stopped = offline.run_offline(
         ended,
-        console=console,
+        console=Console(file=io.StringIO()),
         command="",
-        # Before each evaluation it is asked once, and once more after it.
-        should_stop=lambda: asked.append(None) or len(asked) == 2 + 1 + 2 + 1,
-    )
-    assert (stopped.step, stopped.completed) == (5, False)
-    del told
-    asked.clear()
-    stopped = offline.run_offline(
-        ended, console=console, command="", should_stop=lambda: True
+        should_stop=lambda: True,
     )
     assert (stopped.step, stopped.completed) == (6, False)
     outcome, said = go_on(ended)
     assert (outcome.step, outcome.completed) == (6, True)
     assert "the run ended at step 6 of 10" in said
-    assert best(config) == (4, 2.0, 1)
+    assert best(config) == (4, 2.0, 2)
 
 
-def offline_console() -> tuple[Any, Any]:
-    import io
-
-    from rich.console import Console
-
-    out = io.StringIO()
-    return Console(file=out, width=1000), out
-
-
-# What interrupts.
-
-
-@pytest.fixture
-def whole(base, losses, tmp_path) -> SFTConfig:
-    config = dataclasses.replace(base, run_dir=str(tmp_path / "whole"))
-    go_on(config)
-    return config
+# Interruptions.
 
 
 def same_end(whole: SFTConfig, config: SFTConfig) -> None:
@@ -316,10 +314,10 @@ class Killed(BaseException):
     """Ends a run as kill -9 would: nothing catches it."""
 
 
-@pytest.mark.parametrize("at", [0, 2, 4])
+@pytest.mark.parametrize("at", [0, 4])
 @pytest.mark.parametrize("moment", ["before", "staged", "between", "after"])
 def test_a_kill_while_the_best_model_is_written(
-    whole, config, monkeypatch, at, moment
+    whole, config, losses, monkeypatch, at, moment
 ):
     """At step `at`; a directory that is there is whole, and the end is the same."""
     install, replace_file, save = (
@@ -364,13 +362,14 @@ def test_a_kill_while_the_best_model_is_written(
             go_on(config)
         monkeypatch.setattr(outputs, "move", moved)
     if at and moment != "between":
-        expected = at if moment == "after" else {2: 0, 4: 2}[at]
-        assert step_of(config) == expected
+        assert step_of(config) == (4 if moment == "after" else 2)
     assert go_on(config)[0].completed
     same_end(whole, config)
 
 
-def test_a_kill_after_the_best_value_does_not_move_it(whole, config, monkeypatch):
+def test_a_kill_after_the_best_value_does_not_move_it(
+    whole, config, losses, monkeypatch
+):
     """The newest checkpoint is of the step of the best value, or after it."""
     update = offline._FeedUpdater.update
 
@@ -389,7 +388,7 @@ def test_a_kill_after_the_best_value_does_not_move_it(whole, config, monkeypatch
     same_end(whole, config)
 
 
-def test_a_full_disk_keeps_the_best_model_before(whole, config, monkeypatch):
+def test_a_full_disk_keeps_the_best_model_before(whole, config, losses, monkeypatch):
     save = best_models.save_model
 
     def full(target: Path, model: Any, params: Any, **named: Any) -> None:
@@ -495,7 +494,58 @@ def test_the_best_model_goes_to_the_hub(config, losses, monkeypatch):
         ("best", "4 steps of training"),
         ("model", "10 steps of training"),
     ]
-    assert issubclass(PushError, Exception)
+
+
+def test_a_real_run_that_is_killed_has_the_best_model_of_one_that_was_not(
+    base, tmp_path, monkeypatch
+):
+    """Preferences, with evaluations of their own."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"train {n}=", "chosen": "yes", "rejected": "no"} for n in range(12)
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = PreferenceConfig(
+        run_dir=str(tmp_path / "whole"),
+        model=base.model,
+        data=PairsConfig(path=str(pairs)),
+        steps=4,
+        examples_per_step=4,
+        max_tokens=24,
+        optimizer=OptimizerConfig(learning_rate=3e-2),
+        eval=EvalConfig(every=1, num_tasks=4),
+        checkpoint=CheckpointConfig(every=9, keep_best="eval/margin"),
+        update=base.update,
+        log=(),
+    )
+    assert go_on(config)[0].completed
+    values = {
+        row["step"]: row["metrics"]["eval/margin"]
+        for row in read_rows(run_of(config) / "metrics.jsonl")
+    }
+    step = max(values, key=lambda each: values[each])
+    assert (record(config)["step"], record(config)["value"]) == (step, values[step])
+    assert step, "training improved nothing: the test shows nothing"
+    killed = dataclasses.replace(config, run_dir=str(tmp_path / "killed"))
+    save = best_models.save_model
+
+    def broken_save(*args: Any, **named: Any) -> None:
+        if [*read_rows(run_of(killed) / "metrics.jsonl")][-1]["step"] == step:
+            raise Killed
+        save(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(best_models, "save_model", broken_save)
+        with pytest.raises(Killed):
+            go_on(killed)
+    assert go_on(killed)[0].completed
+    assert record(killed) == record(config)
+    for name in ("best", "model"):
+        one, two = (
+            (run_of(each) / name / "model.safetensors").read_bytes()
+            for each in (config, killed)
+        )
+        assert one == two
 
 
 # Refusals.

@@ -134,7 +134,7 @@ class Best:
             "solved_reward": config.eval.solved_reward,
         }
         self.standing = Standing(measure)
-        # What the checkpoint holds from which the run resumed.
+        # The standing in the checkpoint from which the run resumed.
         self._saved: Mapping[str, Any] | None = None
         # Whether the model of the standing is gone, so that best.json cannot name it.
         self._is_lost = False
@@ -215,7 +215,7 @@ class Best:
         replace_file(self._directory.best, json.dumps(record, indent=2) + "\n")
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint holds, as JSON values."""
+        """Returns the standing for a checkpoint, as JSON values."""
         # A run that is resumed without the option, and then with it, compares on.
         saved = self._saved if self.metric is None else asdict(self.standing)
         return {} if saved is None else {BEST: saved}
@@ -228,8 +228,8 @@ class Best:
             step: of the checkpoint.
 
         Returns:
-            Whether the best model must be saved, as it is that of the checkpoint, and
-            the process that wrote it ended before the model was whole.
+            Whether the best model must be saved: it is the checkpoint's, and the
+            process that wrote it ended before the model was whole.
         """
         self._saved = saved
         if self.metric is None:
@@ -255,7 +255,7 @@ class Best:
             return not whole
         self._is_lost = True
         if there > before.step:
-            # Of a step whose checkpoint is lost: it is taken again.
+            # The checkpoint of that step is lost, and the step is taken again.
             self.standing = Standing(before.measure, waited=before.waited)
         if there != step:
             _LOGGER.warning(
@@ -300,7 +300,7 @@ class Best:
         return f"{self.metric} of {notation.number(value)} at step {step}"
 
     def told_end(self, step: int, steps: int) -> str:
-        """Why a run ended at a step, before all of its steps."""
+        """Says why a run ended at a step, before all of its steps."""
         return (
             f"ended at step {step} of {steps}: no better value in a row of "
             f"{self.standing.waited} evaluations (--checkpoint.patience "
