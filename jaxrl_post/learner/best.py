@@ -89,7 +89,7 @@ class Standing:
 
         Args:
             step: that was evaluated.
-            value: NaN and infinite ones never are the best.
+            value: NaN and infinite ones are never the best.
             min_delta: a value waits no longer only if it is better by more than this.
 
         >>> first = Standing({"lowest": True}).after(0, 2.0).after(5, 2.0)
@@ -296,13 +296,14 @@ class Best:
         """The best value and its step, for messages."""
         value, step = self.standing.value, self.standing.step
         if value is None:
-            return f"{self.metric}, which was never finite"
+            return f"no finite {self.metric}"
         return f"{self.metric} of {notation.number(value)} at step {step}"
 
     def told_end(self, step: int, steps: int) -> str:
         """Says why a run ended at a step, before all of its steps."""
+        by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
-            f"ended at step {step} of {steps}: no better value in a row of "
-            f"{self.standing.waited} evaluations (--checkpoint.patience "
-            f"{self.patience}) than {self.told()}"
+            f"ended at step {step} of {steps}: {self.standing.waited} evaluations in a "
+            f"row were not better{by} (--checkpoint.patience {self.patience}); the "
+            f"best one is {self.told()}"
         )

@@ -116,8 +116,9 @@ class RunResult:
 
     Attributes:
         step: last finished step.
-        completed: False if the run was stopped before its last step; with step 0 it
-            was stopped in its warm start, which leaves nothing.
+        completed: False if the run was stopped before its last step, unless it ended by
+            `checkpoint.patience`; with step 0 it was stopped in its warm start, which
+            leaves nothing.
         model: directory of the trained model; None if the run was stopped.
         report: path of report.html; None in all processes but process 0, and if the
             log has no row.

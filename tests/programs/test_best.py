@@ -244,8 +244,8 @@ def test_a_run_without_gain_ends_as_a_complete_one(config, losses):
     outcome, told = go_on(ended)
     assert (outcome.step, outcome.completed) == (8, True)
     why = (
-        "ended at step 8 of 10: no better value in a row of 2 evaluations "
-        "(--checkpoint.patience 2) than eval/loss of 2 at step 4"
+        "ended at step 8 of 10: 2 evaluations in a row were not better "
+        "(--checkpoint.patience 2); the best one is eval/loss of 2 at step 4"
     )
     assert told.count(f"the run {why}") == 1
     assert best(config) == (4, 2.0, 2)
@@ -332,6 +332,8 @@ def test_a_kill_while_the_best_model_is_written(
         return [row["step"] for row in read_rows(rows)][-1] == at
 
     def broken_save(*args: Any, **named: Any) -> None:
+        if at and is_now():
+            assert (run_of(config) / "checkpoints" / str(at)).is_dir()
         if moment == "before" and is_now():
             raise Killed
         save(*args, **named)
