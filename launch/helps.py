@@ -22,7 +22,8 @@ COMMON = frozenset(
         "max-tokens", "rollout.prompts-per-step", "rollout.samples-per-prompt",
         "rollout.max-prompt-tokens", "rollout.max-tokens", "rollout.max-turns",
         "rollout.temperature", "tools", "reward.model", "update.microbatch-tokens",
-        "eval.every", "eval.num-tasks", "checkpoint.every", "lora.rank",
+        "eval.every", "eval.num-tasks", "checkpoint.every", "checkpoint.keep-best",
+        "lora.rank",
     )
 )  # fmt: skip
 OPTION = re.compile(r"│ (-[\w.,\- ]*?-[\w.-]+)(?= |$)")

@@ -70,9 +70,10 @@ def metrics_tables() -> str:
         if name.partition("/")[0] != group:
             group = name.partition("/")[0]
             lines += ["", f"## {group}/", "", *_heading("Metric and unit", "Meaning")]
+        best = f"<br>**Better:** {row.better}" if row.better else ""
         lines.append(
             f"| `{name}`<br>{_cell(row.unit)} | {_cell(row.meaning)}<br>**Normal:** "
-            f"{_cell(row.normal)}<br>**Otherwise:** {_cell(row.remedy)} |"
+            f"{_cell(row.normal)}<br>**Otherwise:** {_cell(row.remedy)}{best} |"
         )
     return "\n".join(lines)
 

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib.util
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,12 @@ from jaxrl_post.config.paths import check_paths, check_repository, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig, check_judges
-from jaxrl_post.config.run import RunConfig, loaded_callbacks, profiled_steps
+from jaxrl_post.config.run import (
+    CheckpointConfig,
+    RunConfig,
+    loaded_callbacks,
+    profiled_steps,
+)
 from jaxrl_post.extras import install
 from jaxrl_post.mesh_spec import MeshError, read_mesh
 
@@ -82,6 +88,7 @@ def check_options(config: RunConfig) -> None:
     if isinstance(config, PreferenceConfig | RewardConfig):
         columns_of(config.data.columns)
     check_schedules(config)
+    _check_best(config)
     _check_mesh(config.mesh, "--")
     for name in config.log:
         if name != "tensorboard" and importlib.util.find_spec(name) is None:
@@ -223,6 +230,36 @@ def _check_reference(
             f"{option}-sync-steps: {config.reference} cannot follow an adapter over "
             f"another base; drop the option, or drop {option}, so that the reference "
             "is the policy before its first step"
+        )
+
+
+def _check_best(config: RunConfig) -> None:
+    """Refuses options of the best model that name no metric, or have no effect."""
+    options, metric = config.checkpoint, config.checkpoint.keep_best
+    if metric is None:
+        for name in ("best_is", "patience", "min_delta"):
+            if getattr(options, name) != getattr(CheckpointConfig, name):
+                raise ConfigError(
+                    f"--checkpoint.{name.replace('_', '-')}: needs "
+                    "--checkpoint.keep-best, the metric that is compared; give it, or "
+                    "drop the option"
+                )
+        return
+    if not re.fullmatch(r"eval/\S+", metric):
+        last = re.sub(r"^eval_|.*/", "", metric) or "accuracy"
+        raise ConfigError(
+            "--checkpoint.keep-best: must be a metric of the evaluations, such as "
+            f"eval/{last}; got {metric!r}"
+        )
+    if options.min_delta and options.patience is None:
+        raise ConfigError(
+            "--checkpoint.min-delta: changes nothing without --checkpoint.patience; "
+            "give that, or drop the option"
+        )
+    if options.patience is not None and not config.eval.every:
+        raise ConfigError(
+            "--checkpoint.patience: with --eval.every 0 only the first and the last "
+            "step are evaluated; give the steps between evaluations, or drop the option"
         )
 
 

@@ -101,15 +101,30 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Options for saving checkpoints, and how many are kept.
+    """Options for saving checkpoints, for keeping the best model and for ending early.
 
     Attributes:
         every: steps of the run between checkpoints; the last step is always saved.
         keep: number of checkpoints kept, the newest ones.
+        keep_best: metric of the evaluations, such as eval/accuracy or eval/loss: the
+            model with its best value is written to `best` in the run directory, and its
+            step and value to best.json. The step has a checkpoint too. None for no such
+            model.
+        best_is: whether the highest or the lowest value is the best one; auto does what
+            the table of metrics says, such as lowest for eval/loss.
+        patience: evaluations in a row without a better value of `keep_best`, after
+            which the run ends, as complete; the one before the first step does not
+            count. A larger value continues such a run. None to take all steps.
+        min_delta: how much better than the best one a value must be so that `patience`
+            counts from there; the best model is kept in any case.
     """
 
     every: Annotated[int, COUNT] = 25
     keep: Annotated[int, COUNT] = 2
+    keep_best: str | None = None
+    best_is: Literal["auto", "highest", "lowest"] = "auto"
+    patience: Annotated[int | None, COUNT] = None
+    min_delta: Annotated[float, NOT_NEGATIVE] = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,8 +204,8 @@ class RunConfig:
             wandb, trackio.
         log_project: project in wandb and trackio; None for their default.
         push_to_hub: ORG/NAME of a repository on the Hugging Face hub, to which the
-            model is uploaded at the end; it is made before the first step. None to
-            upload nothing.
+            model is uploaded at the end, with checkpoint.keep_best the best one; it is
+            made before the first step. None to upload nothing.
         push_public: make that repository public instead of private.
         profile: step that is traced, such as 3, or the first and the last one, such as
             10:12; the trace, for xprof and Perfetto, is in the folder profile. None for

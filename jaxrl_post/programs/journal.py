@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import grain
 import jax
 
+from jaxrl_post.learner.best import BEST
 from jaxrl_post.learner.checkpoint import abstract_state
 from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.state import TrainState
@@ -144,7 +145,10 @@ class RunJournal:
             first = False
 
     def end(self, step: int, metrics: dict[str, float]) -> None:
-        """Ends a step: looks for signals, evaluates, logs, saves."""
+        """Ends a step: looks for signals, evaluates, logs, saves.
+
+        A signal ends the run, and so does an evaluation after which `Best.ended`.
+        """
         config, training = self._run.config, self._training
         self.step = step
         self.metrics = metrics = metrics | {"time/checkpoint": self._saving}
@@ -160,10 +164,11 @@ class RunJournal:
         waits = {PENDING: dict(metrics)} if due else {}
         # Without the row of this step, which is written again.
         logged = self._counts()
-        events = [self._event("step", metrics)]
+        events, gained = [self._event("step", metrics)], False
         if evaluates and not due:
             found = self._measured(step)
             metrics |= found
+            gained = self._judged(step, found)
             events.append(self._event("evaluation", found))
             told = processes.exchange("stop after an evaluation", self._should_stop())
             self._stopped = self._stopped or any(told)
@@ -174,13 +179,10 @@ class RunJournal:
             self._rows.write(step, metrics, awaits_more=due)
         self._progress.update(step, metrics)
         begin = time.perf_counter()
-        if step % config.checkpoint.every == 0 or last:
-            if not due:
-                logged = self._counts()
-            meta = training.meta(due=due) | waits | {LOGS: logged}
-            self._run.checkpoints.save(
-                step, training.snapshot(), training.indices, meta
-            )
+        if step % config.checkpoint.every == 0 or last or gained:
+            self._save(step, waits, logged if due else self._counts())
+        if evaluates and not due:
+            self._keep(gained)
         self._saving = time.perf_counter() - begin
         if failed is not None:
             self._run.checkpoints.wait()
@@ -190,12 +192,15 @@ class RunJournal:
         """Restores the newest checkpoint, opens the logs, evaluates what is due."""
         run, training = self._run, self._training
         latest, meta = run.checkpoints.latest(), dict[str, Any]()
+        gained = False
         if latest is not None:
             abstract = abstract_state(
                 jax.eval_shape(training.snapshot), training.layout
             )
             snapshot, meta = run.checkpoints.restore(latest, abstract, training.indices)
             training.restore(snapshot, meta)
+            gained = run.best.restore(meta.get(BEST), latest)
+            self._stopped = run.best.ended
             run.resumed(latest, snapshot)
         self.step = latest or 0
         # The metrics of a step whose evaluation was due when the run was stopped.
@@ -208,16 +213,20 @@ class RunJournal:
         began = -1 if latest is None else latest
         enter(training.logs(kept, began))
         self._progress = enter(Progress(run.console, total_steps=run.config.steps))
-        if self.step < run.config.steps:
+        if self.step < run.config.steps and not self._stopped:
             run.describe()
         tell_missing(self.step, meta.get(LOGS, {}), self._counts())
         events = [self._event("start", {})]
         if latest is None or pending is not None:
             found = self._measured(self.step)
+            if latest is None:
+                run.best.require(found)
             self._rows.write(self.step, (pending or {}) | found)
             if latest is None and found:
                 self._progress.update(0, found)
             events.append(self._event("evaluation", found))
+            gained = self._judged(self.step, found)
+        self._keep(gained)
         if (failed := self._tell(*events)) is not None:
             raise failed
 
@@ -226,6 +235,34 @@ class RunJournal:
         if count := self._training.held_out_size:
             self._progress.phase(f"evaluating {count:,} held-out examples")
         return self._training.measure(step)
+
+    def _judged(self, step: int, found: Mapping[str, float]) -> bool:
+        """Whether an evaluation is the best; says so if the run ends with it."""
+        run, best = self._run, self._run.best
+        gained = best.judge(step, found)
+        if best.ended and step < run.config.steps:
+            self._stopped = True
+            told = f"the run {best.told_end(step, run.config.steps)}"
+            run.console.print(told, markup=False, highlight=False)
+        return gained
+
+    def _save(
+        self, step: int, waits: Mapping[str, Any], logged: Mapping[str, int]
+    ) -> None:
+        """Begins to save a checkpoint, perhaps with an evaluation that waits."""
+        training = self._training
+        meta = training.meta(due=bool(waits)) | dict(waits) | {LOGS: logged}
+        meta |= self._run.best.meta()
+        self._run.checkpoints.save(step, training.snapshot(), training.indices, meta)
+
+    def _keep(self, gained: bool) -> None:
+        """Saves the best model if it is the present one, and its record."""
+        if not gained:
+            self._run.best.note()
+            return
+        # A checkpoint is behind every best model but the one before the first step.
+        self._run.checkpoints.wait()
+        self._run.best.save(self._run.model, self._training.snapshot().params)
 
     def _event(
         self, kind: Literal["start", "step", "evaluation"], metrics: Mapping[str, float]

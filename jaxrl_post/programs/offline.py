@@ -37,6 +37,7 @@ from jaxrl_post.examples.preferences import (
 )
 from jaxrl_post.examples.tasks import TaskSets, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
+from jaxrl_post.learner.best import check_metric
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, Update, begin_training
 from jaxrl_post.learner.memory import MemoryTable, layout_table
@@ -88,6 +89,7 @@ class Job:
         sequences: number of sequences per example, side by side in a row.
         noun: for examples, in messages.
         right: name of the objective's accuracy metric.
+        evaluated: metrics that evaluations have in any case.
         head: of the model that is trained.
         make_tokenizer: trains a preset's tokenizer of so many tokens; None for one of
             the examples' texts.
@@ -105,6 +107,7 @@ class Job:
     sequences: int = 1
     noun: str = "pairs"
     right: str = "preference/accuracy"
+    evaluated: tuple[str, ...] = ("eval/loss", ACCURACY, "eval/margin")
     head: Head = "lm"
     make_tokenizer: Callable[[int], Tokenizer] | None = None
     tasks: TaskSets | None = None
@@ -158,6 +161,9 @@ def run_offline(
             job = _reward_model(config, console)
         case _:
             raise TypeError(f"config must be of a program here, got {type(config)}")
+    # A loss of the user's may have any metrics.
+    own = isinstance(config, PreferenceConfig) and ":" in config.loss.name
+    check_metric(config, job.evaluated, own=own)
     try:
         return _run(fetched, job, console, command, should_stop)
     except WarmStartStoppedError:
@@ -182,6 +188,7 @@ def _fine_tuning(config: SFTConfig, console: Console) -> Job:
         examples,
         functools.cache(fitting),
         noun="examples",
+        evaluated=("eval/loss",),
         make_tokenizer=make_tokenizer,
         tasks=tasks,
     )
@@ -214,6 +221,7 @@ def _preferences(config: PreferenceConfig, console: Console) -> Job:
         sync=Sync(config.loss.reference_sync_steps, config.loss.reference_mixup),
         sequences=2 if mismatched is None else 1,
         noun="pairs" if mismatched is None else "answers",
+        evaluated=Job.evaluated if mismatched is None else ("eval/loss", ACCURACY),
     )
 
 
@@ -235,6 +243,7 @@ def _reward_model(config: RewardConfig, console: Console) -> Job:
         functools.cache(partial(solutions.fitting, max_tokens=config.max_tokens)),
         noun="solutions",
         right="process/first_error_accuracy",
+        evaluated=("eval/loss", ACCURACY, "eval/step_accuracy"),
         head="process",
     )
 

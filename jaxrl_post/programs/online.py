@@ -28,6 +28,7 @@ from jaxrl_post.examples.tasks import (
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
+from jaxrl_post.learner.best import check_metric
 from jaxrl_post.learner.critic import check_critic
 from jaxrl_post.learner.memory import MemoryTable, layout_table
 from jaxrl_post.learner.model import Model, check_sample, context_of
@@ -43,7 +44,7 @@ from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.programs.build.trainer import make_trainer, make_updater
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.loop import train
-from jaxrl_post.programs.rl import OnlineTrainer
+from jaxrl_post.programs.rl import MEASURED, OnlineTrainer
 from jaxrl_post.programs.run import (
     Run,
     RunResult,
@@ -88,6 +89,7 @@ def run_rl(
         config.algorithm, config.rollout.max_tokens, config.critic, config.distill
     )
     check_run(config, algorithm)
+    check_metric(config, MEASURED, own=True)
     fetched = fetch_run(config, console=console)
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")

@@ -46,7 +46,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 # The directories that a run writes in its own.
-WRITTEN = ("model", "initial", "adapter", "critic", "critic_adapter", "checkpoints")
+WRITTEN = (
+    "model", "initial", "adapter", "critic", "critic_adapter", "best", "best_adapter",
+    "checkpoints",
+)  # fmt: skip
 
 # The files of a model that are read; others may change.
 READ = (
@@ -192,6 +195,14 @@ def check_targets(
                 "it out of the run directory, or choose another --run-dir"
             )
         adopt(target)
+    record = directory.best
+    is_own = not record.is_symlink() and directory.read_best() is not None
+    if config.checkpoint.keep_best and os.path.lexists(record) and not is_own:
+        raise ConfigError(
+            f"--run-dir: {record} is where the run writes the step of its best model, "
+            "and what is there was not written by a run; move it out of the run "
+            "directory, or choose another --run-dir"
+        )
 
 
 def fingerprints(config: RunConfig) -> dict[str, Fingerprint]:
@@ -345,6 +356,8 @@ def _targets(config: RunConfig) -> list[str]:
         found.append(INITIAL)
     if config.lora.rank:
         found.append("adapter")
+    if config.checkpoint.keep_best:
+        found += ["best", "best_adapter"] if config.lora.rank else ["best"]
     if isinstance(config, RLConfig):
         if config.critic.backbone == "separate":
             found.append("critic")

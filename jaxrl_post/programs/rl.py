@@ -30,7 +30,13 @@ from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import processes
 
-__all__ = ["Colocated", "Imitated", "OnlineTrainer"]
+__all__ = ["MEASURED", "Colocated", "Imitated", "OnlineTrainer"]
+
+# Metrics that every evaluation has; an environment has others of its own.
+MEASURED = (
+    ACCURACY, "eval/accuracy_low", "eval/accuracy_high", "eval/reward", "eval/failed",
+    "eval/truncated_fraction",
+)  # fmt: skip
 
 # Key of a checkpoint's meta: samples of the last step, logged with its evaluation.
 SHOWN = "samples_due"

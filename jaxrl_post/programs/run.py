@@ -5,11 +5,10 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -34,6 +33,7 @@ from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.files import free_bytes, named, writing
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
+from jaxrl_post.learner.best import Best
 from jaxrl_post.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_post.learner.effective import effective
 from jaxrl_post.learner.learner import (
@@ -51,7 +51,6 @@ from jaxrl_post.learner.model import (
 )
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
-from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
@@ -73,7 +72,7 @@ from jaxrl_post.records import notation
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
-from jaxrl_post.records.hub.card import Part, run_card
+from jaxrl_post.records.hub.card import run_cards
 from jaxrl_post.records.hub.push import PushError, check_push, push, push_of
 from jaxrl_post.records.path import run_path
 from jaxrl_post.records.report import write_report
@@ -124,8 +123,9 @@ class RunResult:
 
     Attributes:
         step: last finished step.
-        completed: False if the run was stopped before its last step; with step 0 it
-            was stopped in its warm start, which leaves nothing.
+        completed: False if the run was stopped before its last step, unless it ended by
+            `checkpoint.patience`; with step 0 it was stopped in its warm start, which
+            leaves nothing.
         model: directory of the trained model; None if the run was stopped.
         report: path of report.html; None in all processes but process 0, and if the
             log has no row.
@@ -150,6 +150,7 @@ class Run[Config: RunConfig]:
         console: for messages to the user.
         command: the command line, for the report.
         inputs: fingerprints of data, models, code and tasks, by option.
+        best: its best model, and whether the run ends early.
     """
 
     config: Config
@@ -160,6 +161,7 @@ class Run[Config: RunConfig]:
     console: Console
     command: str
     inputs: Mapping[str, Fingerprint]
+    best: Best
 
     def open_metrics(self, resume_step: int) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to a step; -1 for a new run.
@@ -202,7 +204,7 @@ class Run[Config: RunConfig]:
         )
 
     def resumed(self, step: int, state: TrainState) -> None:
-        """Prints the step at which the run resumes, or that no step is left.
+        """Prints the step at which the run resumes, or why no step is left.
 
         Args:
             step: of the restored checkpoint.
@@ -212,7 +214,13 @@ class Run[Config: RunConfig]:
             CheckpointError: steps are left, but the disk has no space for a checkpoint.
         """
         steps = self.config.steps
-        if step < steps:
+        if step < steps and self.best.ended:
+            self.console.print(
+                f"nothing is left to do: the run {self.best.told_end(step, steps)}; "
+                "a larger patience continues it",
+                highlight=False,
+            )
+        elif step < steps:
             self.checkpoints.require_space(state)
             self.console.print(f"resumed at step {step} of {steps}")
         else:
@@ -324,7 +332,15 @@ def open_run[Config: RunConfig](
         _print_memory(table, console)
         model = with_weights(model, seed=config.seed)
         run = Run(
-            config, fetched, directory, model, checkpoints, console, command, inputs
+            config,
+            fetched,
+            directory,
+            model,
+            checkpoints,
+            console,
+            command,
+            inputs,
+            Best(config, directory),
         )
         if checkpoints.latest() is None and model.preset:
             run = _with_initial(run, warm_start)
@@ -543,10 +559,15 @@ def finish(
         CallbackError: a callback raised at the end; the model is saved.
         PushError: the model is saved, but could not be uploaded.
     """
-    completed, saved = step >= run.config.steps, None
+    early = step < run.config.steps and run.best.ended
+    completed, saved = step >= run.config.steps or early, None
     rows = [] if processes.index() else [*read_rows(run.directory.metrics)]
     if completed:
-        saved, cards = run.directory.path / "model", _cards(run, rows)
+        note = ""
+        if early:
+            note = f"The run {run.best.told_end(step, run.config.steps)}."
+        saved = run.directory.path / "model"
+        cards = run_cards(run.directory, run.config.model, note)
         save_model(saved, run.model, state.params, cards=cards)
         if critic is not None:
             place, adapter = run.directory.path / "critic", "critic_adapter"
@@ -561,23 +582,12 @@ def finish(
         metrics = {k: math.nan if v is None else v for k, v in last.items()}
         path = run.directory.path
         tell(config.callbacks, Event("end", step, config.steps, metrics, path, saved))
+    best, trained = run.best.place, run.best.standing.step if run.best.place else step
+    if completed and best is not None:
+        run.console.print(
+            f"best:   {best}, with {run.best.told()}", markup=False, highlight=False
+        )
     target = push_of(config, run.directory.path)
     if target is not None and saved is not None:
-        push(target, saved, f"{step} steps of training", run.console)
+        push(target, best or saved, f"{trained} steps of training", run.console)
     return RunResult(step, completed, saved, report)
-
-
-def _cards(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The cards of all directories that a run may save, in process 0."""
-    description = run.directory.read_description()
-    if processes.index() or description is None:
-        return {}
-    model = Path(run.config.model)
-    adapter = adapter_in(model)
-    bases = [model] if adapter is None else [adapter, model]
-    parts: tuple[Part, ...] = ("model", "adapter", "critic", "critic_adapter")
-    title = run.directory.path.absolute().name
-    return {
-        part: run_card(description, rows, title=title, bases=bases, part=part)
-        for part in parts
-    }

@@ -15,7 +15,7 @@ from jaxrl_post.sharding import processes
 __all__ = ["begun", "of_evaluation", "template_line", "with_run"]
 
 # The folders of a run that hold its model.
-MODELS = ("model", "initial", "adapter")
+MODELS = ("model", "initial", "adapter", "best", "best_adapter")
 
 
 def begun(

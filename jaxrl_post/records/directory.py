@@ -99,6 +99,23 @@ class RunDirectory:
         """The page that `jaxrl_post.records.report.write_report` makes."""
         return self.path / "report.html"
 
+    @property
+    def best(self) -> Path:
+        """Step, metric and value of the best model, with `checkpoint.keep_best`."""
+        return self.path / "best.json"
+
+    def read_best(self) -> dict[str, Any] | None:
+        """Reads best.json; None if there is none, or one that no run wrote."""
+        try:
+            found = json_file(self.best)
+        except (OSError, ValueError):
+            return None
+        written = {"step": int, "metric": str, "value": float}
+        fits = isinstance(found, dict) and all(
+            isinstance(found.get(name), kind) for name, kind in written.items()
+        )
+        return found if fits else None
+
     def read_description(self) -> RunDescription | None:
         """Reads config.json; returns None if there is no such file.
 

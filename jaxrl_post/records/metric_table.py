@@ -18,6 +18,7 @@ __all__ = [
     "TOKENS_PER_SECOND",
     "TRUNCATED",
     "Row",
+    "better",
     "row_of",
     "rows",
 ]
@@ -41,6 +42,7 @@ class Row:
         remedy: what to look at or to change if it is otherwise.
         zero: if the metric may be 0 by construction, `options` with the values that
             make it so, and `why`.
+        better: "higher" or "lower" values; "" where neither is better by itself.
     """
 
     unit: str
@@ -48,6 +50,7 @@ class Row:
     normal: str
     remedy: str
     zero: Mapping[str, Any] = field(default_factory=dict)
+    better: str = ""
 
     def why_zero(self, options: Mapping[str, Any]) -> str:
         """Says why a run with these options has only zeros; "" if it need not.
@@ -78,6 +81,25 @@ def row_of(metric: str) -> Row | None:
     if metric in rows():
         return rows()[metric]
     return next((row for each, row in _placed() if each.fullmatch(metric)), None)
+
+
+def better(metric: str) -> str:
+    """Says whether "higher" or "lower" values of an evaluation's metric are better.
+
+    The metric's own row says it, else the row of the environment's or the loss's metric
+    with this name, and for a part of a mixture the row of the whole. "" if none does,
+    as for a metric that only a user's environment has.
+
+    >>> better("eval/loss"), better("eval/passed"), better("eval/divergence")
+    ('lower', 'higher', 'lower')
+    >>> better("eval/gsm8k/accuracy"), better("eval/mine")
+    ('higher', '')
+    """
+    name = metric.removeprefix("eval/")
+    names = [metric, f"env/{name}", f"eval/{name.rpartition('/')[2]}"]
+    names += [each for each in rows() if each.endswith(f"/{name}")]
+    found = (row_of(each) for each in names)
+    return next((row.better for row in found if row and row.better), "")
 
 
 @functools.cache

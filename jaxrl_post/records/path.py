@@ -16,7 +16,7 @@ from jaxrl_post.config.run import RunConfig
 __all__ = ["run_path"]
 
 # Directory names that do not identify a model; its parent folder's name does.
-UNTOLD = ("model", "initial", "checkpoint", "")
+UNTOLD = ("model", "best", "initial", "checkpoint", "")
 
 
 def run_path(config: RunConfig) -> Path:
@@ -27,6 +27,8 @@ def run_path(config: RunConfig) -> Path:
 
     >>> run_path(RLConfig(model="Qwen/Qwen2.5-0.5B", env="gsm8k?extraction=strict"))
     PosixPath('runs/grpo-gsm8k-Qwen2.5-0.5B')
+    >>> run_path(RLConfig(model="runs/chats/best", env="gsm8k"))
+    PosixPath('runs/grpo-gsm8k-chats')
     >>> run_path(RLConfig(model="runs/sft/model", run_dir="runs/mine"))
     PosixPath('runs/mine')
     """

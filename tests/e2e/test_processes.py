@@ -82,8 +82,8 @@ def rows(run: Path) -> list[dict]:
     return list(read_rows(file)) if file.exists() else []
 
 
-def weights(run: Path) -> dict[str, np.ndarray]:
-    return load_file(run / "model" / "model.safetensors")
+def weights(run: Path, name: str = "model") -> dict[str, np.ndarray]:
+    return load_file(run / name / "model.safetensors")
 
 
 # The share of tokens whose log-probs differ in any bit; the order of sums decides it.
@@ -100,11 +100,12 @@ def assert_same_run(expected: Path, found: Path, *, tolerance: float) -> None:
                 assert other["metrics"][name] == pytest.approx(
                     value, rel=tolerance, abs=tolerance
                 ), (one["step"], name)
-    theirs = weights(found)
-    for name, value in weights(expected).items():
-        np.testing.assert_allclose(
-            theirs[name], value, rtol=tolerance, atol=tolerance, err_msg=name
-        )
+    for folder in [each for each in ("model", "best") if (expected / each).is_dir()]:
+        theirs = weights(found, folder)
+        for name, value in weights(expected, folder).items():
+            np.testing.assert_allclose(
+                theirs[name], value, rtol=tolerance, atol=tolerance, err_msg=name
+            )
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,8 @@ MESH = "--mesh=dp2,fsdp2,tp2"
 def options(run: Path, model: Path, *more: str, steps: int = 4) -> list[str]:
     return [
         f"--run-dir={run}", f"--model={model}", *QUICK, f"--steps={steps}",
-        "--eval.every=2", "--checkpoint.every=1", *more,
+        "--eval.every=2", "--checkpoint.every=1", "--checkpoint.keep-best=eval/reward",
+        *more,
     ]  # fmt: skip
 
 

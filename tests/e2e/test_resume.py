@@ -34,6 +34,7 @@ def options(run: Path, *more: str) -> list[str]:
         f"--steps={STEPS}",
         "--checkpoint.every=2",
         "--eval.every=5",
+        "--checkpoint.keep-best=eval/reward",
         # Enough that most answers end.
         "--warm-start.steps=40",
         "--warm-start.examples-per-step=16",
@@ -45,8 +46,8 @@ def options(run: Path, *more: str) -> list[str]:
     ]
 
 
-def weights(run: Path) -> dict[str, np.ndarray]:
-    return load_file(run / "model" / "model.safetensors")
+def weights(run: Path, name: str = "model") -> dict[str, np.ndarray]:
+    return load_file(run / name / "model.safetensors")
 
 
 def rows(run: Path) -> list[dict]:
@@ -115,10 +116,12 @@ def assert_that_kills_change_nothing(
     assert process.returncode == 0, output
     assert killed_at, "the run ended before it could be killed"
 
-    expected, found = weights(whole), weights(broken)
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    for folder in ("model", "best"):
+        expected, found = weights(whole, folder), weights(broken, folder)
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(value, found[name], err_msg=name)
+    assert (whole / "best.json").read_text() == (broken / "best.json").read_text()
     assert [row["step"] for row in rows(broken)] == list(range(steps + 1))
     for one, other in zip(rows(whole), rows(broken), strict=True):
         for name, value in one["metrics"].items():

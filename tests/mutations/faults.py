@@ -367,6 +367,27 @@ RESUME = [
         "programs/test_signals.py",
     ),
     Fault(
+        "of equal values the later one is the best",
+        "learner/best.py::Standing.after",
+        "gain > 0",
+        "gain >= 0",
+        "programs/test_best.py",
+    ),
+    Fault(
+        "a run that was killed before its best model was whole has none",
+        "learner/best.py::Best.restore",
+        "return not whole",
+        "return False",
+        "programs/test_best.py",
+    ),
+    Fault(
+        "the best model has its name before a checkpoint of its step is whole",
+        "programs/journal.py::RunJournal._keep",
+        "self._run.checkpoints.wait()",
+        "pass",
+        "programs/test_best.py",
+    ),
+    Fault(
         "samples of an evaluation that was put off are logged twice",
         "programs/journal.py::RunJournal._begin",
         "training.logs(kept, began)",

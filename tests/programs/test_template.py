@@ -187,6 +187,8 @@ def test_what_is_given_goes_before_what_the_run_has(done, model):
         ('effort="high"',)
     )
     assert with_run(TemplateConfig(), run).date is None
+    best = with_run(TemplateConfig(), f"{done.run_dir}/best")
+    assert best.variables == ('effort="high"',)
     # Nothing is known of a model that no run made.
     before = TODAY().isoformat()
     other = of_evaluation(TemplateConfig(), str(model))

@@ -14,19 +14,22 @@ from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.paths import FILES, MODELS, REPOSITORY
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import flattened
+from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.records import notation
-from jaxrl_post.records.directory import RunDescription
+from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
 from jaxrl_post.records.fingerprints import Fingerprint
 from jaxrl_post.records.hub.public import Public, is_of_the_machine
 from jaxrl_post.records.metric_table import ACCURACY, MISMATCH, REWARD
 from jaxrl_post.records.visible import visible
+from jaxrl_post.sharding import processes
 
-__all__ = ["CARD", "Part", "converted_card", "front_matter", "run_card"]
+__all__ = ["CARD", "Part", "converted_card", "front_matter", "run_card", "run_cards"]
 
 CARD = "README.md"
 
 # The directories that a run saves.
 type Part = Literal["model", "adapter", "critic", "critic_adapter"]
+PARTS: tuple[Part, ...] = ("model", "adapter", "critic", "critic_adapter")
 
 # Keys of a card's metadata that say how the base, and what is made of it, may be used.
 LICENSE = ("license", "license_name", "license_link")
@@ -63,6 +66,32 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def run_cards(directory: RunDirectory, model: str, note: str = "") -> dict[str, str]:
+    """Writes the cards of all directories that a run may save, in process 0.
+
+    Args:
+        directory: of the run.
+        model: local directory of the model with which it began.
+        note: a sentence about the saved model.
+
+    Returns:
+        Texts by the directory's part; none in the other processes.
+    """
+    description = None if processes.index() else directory.read_description()
+    if description is None:
+        return {}
+    adapter = adapter_in(Path(model))
+    bases = [Path(model)] if adapter is None else [adapter, Path(model)]
+    rows = [*read_rows(directory.metrics)] if directory.metrics.exists() else []
+    title = directory.path.absolute().name
+    return {
+        part: run_card(
+            description, rows, title=title, bases=bases, part=part, note=note
+        )
+        for part in PARTS
+    }
+
+
 def run_card(
     description: RunDescription,
     rows: Sequence[Mapping[str, Any]],
@@ -70,6 +99,7 @@ def run_card(
     title: str,
     bases: Sequence[Path] = (),
     part: Part = "model",
+    note: str = "",
 ) -> str:
     """Writes the card of a directory that a run saves.
 
@@ -80,6 +110,7 @@ def run_card(
         bases: local directories of the model with which the run began; the first that
             has a card says what its license is.
         part: the directory.
+        note: a sentence about the saved model; not for a critic.
 
     Returns:
         Markdown, with metadata in YAML before it.
@@ -108,6 +139,7 @@ def run_card(
         ]
     else:
         body = _told_run(description, rows, known, part)
+        body[0] += f" {note}" if note else ""
     return _page(metadata, title, body)
 
 

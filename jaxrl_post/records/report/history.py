@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class History:
-    """The data of a report: steps, metrics, description and samples."""
+    """The data of a report: steps, metrics, description, samples and best.json."""
 
     steps: list[int]
     times: list[float]
@@ -40,6 +40,7 @@ class History:
     description: Mapping[str, Any]
     examples: list[Examples]
     trained: list[dict[str, Any]]
+    best: Mapping[str, Any] | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -50,7 +51,7 @@ class History:
 
 
 def read_history(directory: RunDirectory) -> History:
-    """Reads metrics.jsonl, and config.json and samples.jsonl if they exist.
+    """Reads metrics.jsonl, and config.json, samples.jsonl and best.json if they exist.
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl.
@@ -77,7 +78,8 @@ def read_history(directory: RunDirectory) -> History:
     examples, trained = [], []
     if directory.samples.exists():
         examples, trained = _read_examples(directory.samples)
-    return History(steps, times, curves, description, examples, trained)
+    best = directory.read_best()
+    return History(steps, times, curves, description, examples, trained, best)
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -158,6 +158,13 @@ def _tiles(history: History) -> Iterator[Values]:
         note = note if stop > start else f"step {start}"
         change = _change(accuracy, 1, notation.percent)
         yield {"title": "Held-out accuracy", "note": note, **change}
+    if history.best is not None:
+        note = f"step {history.best['step']}, in best"
+        since = history.best.get("evaluations_since")
+        note += f"; {since} evaluations since" if since else ""
+        value = notation.number(history.best["value"])
+        title = f"Best {history.best['metric']}"
+        yield {"title": title, "note": note, "before": "", "after": value}
     reward = history.points(REWARD)
     if reward:
         count = max(1, len(reward) // 20)
