@@ -335,6 +335,12 @@ def _check_exact(config: RLConfig) -> None:
             "--rollout.weights: with --exact the sampler computes with the trainer's "
             f"own matrices; got {config.rollout.weights}; drop one of the two"
         )
+    if config.lora.dropout:
+        raise ConfigError(
+            "--lora.dropout: with --exact the log-probs that are trained on equal the "
+            f"sampler's, which has no dropout; got {config.lora.dropout:g}; drop one "
+            "of the two"
+        )
 
 
 def _check_rollout(config: RLConfig) -> None:

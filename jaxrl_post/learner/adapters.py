@@ -1,33 +1,35 @@
 """Adapters in training: their configs, and the policy of adapter and frozen base."""
 
 import dataclasses
-from typing import Literal
+import zlib
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxrl_post.algorithms import Predictions
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.learner.model import Adaptation, Model
-from jaxrl_post.learner.step import Policy, predict
+from jaxrl_post.learner.step import Policy, chunks_of, predict
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
+from jaxrl_post.models.adapters.dropout import Dropout
 from jaxrl_post.models.adapters.lora import (
     Adapter,
     LoRAConfig,
-    adaptable,
     adapted,
     adapter_specs,
     initialize_adapter,
 )
 from jaxrl_post.models.adapters.quantized import quantize
-from jaxrl_post.models.matrix import EXPERTS
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.spec import abstract
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.directory import read_config_file
 from jaxrl_post.pretrained.families import read_config, right_label
+from jaxrl_post.pretrained.peft.bases import targets_of
 from jaxrl_post.pretrained.peft.files import check_saves
 from jaxrl_post.types import Array, TokenBatch
 
@@ -43,6 +45,20 @@ HEADS: dict[Head, tuple[str, ...]] = {
 }
 
 
+class Draws(NamedTuple):
+    """What the random numbers of a microbatch are functions of.
+
+    Attributes:
+        seed: uint32, of the run.
+        step: int32, optimizer steps taken before.
+        row: int32, number of the microbatch's first row in its batch.
+    """
+
+    seed: Any
+    step: Any
+    row: Any
+
+
 @struct.dataclass
 class AdaptedPolicy:
     """The `Predictor` of a frozen base with an adapter.
@@ -51,16 +67,40 @@ class AdaptedPolicy:
         base: the frozen parameters, a jit argument that is never donated.
         policy: the model's policy.
         lora: the adapter's config.
+        seed: of dropout.
+        draws: of a microbatch in training with dropout; else None, for no dropout.
     """
 
     base: DecoderParams[Array]
     policy: Policy = struct.field(pytree_node=False)
     lora: LoRAConfig = struct.field(pytree_node=False)
+    seed: int = struct.field(pytree_node=False, default=0)
+    draws: Draws | None = None
 
     def predict(self, params: Adapter[Array], batch: TokenBatch) -> Predictions:
         """Returns the predictions for a batch; differentiable in the adapter."""
-        whole = adapted(self.base, params, self.policy.config, self.lora)
+        dropout = None if self.draws is None else self._dropout(self.draws, batch)
+        whole = adapted(self.base, params, self.policy.config, self.lora, dropout)
         return predict(self.policy, whole, batch)
+
+    def in_training(self, step: Array, row: int) -> "AdaptedPolicy":
+        """Returns the predictor with dropout, if the adapter has it."""
+        if not self.lora.dropout:
+            return self
+        draws = Draws(np.uint32(self.seed), step, np.int32(row))
+        return self.replace(draws=draws)  # type: ignore[attr-defined]
+
+    def _dropout(self, draws: Draws, batch: TokenBatch) -> Dropout:
+        """Numbers the tokens of the whole batch, and puts them in the model's order."""
+        # A critic has the run's seed too, and the same matrices.
+        name = f"dropout of {self.policy.config.head}"
+        key = jax.random.fold_in(jax.random.key(draws.seed), zlib.crc32(name.encode()))
+        rows, length = batch.tokens.shape
+        places = jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
+        numbers = chunks_of(self.policy, batch).split(draws.row * length + places)
+        return Dropout(
+            jax.random.fold_in(key, draws.step), numbers.reshape(-1), self.lora.dropout
+        )
 
 
 def lora_of(
@@ -84,15 +124,15 @@ def lora_of(
                 f"{option}.*: has no effect with a rank of 0; give {option}.rank"
             )
         return None
-    default = [name for name in adaptable(model) if name not in EXPERTS]
     try:
         lora = LoRAConfig(
             rank=config.rank,
             alpha=config.alpha,
-            targets=config.targets or tuple(default),
+            targets=targets_of(model, config.targets),
             rank_stabilized=config.rank_stabilized,
             dora=config.dora,
             whole=HEADS[model.head],
+            dropout=config.dropout,
         )
         check_saves(model, lora)
     except (ValueError, CheckpointError) as error:
@@ -165,5 +205,5 @@ def with_adapter(
         model,
         specs=adapter_specs(model.config, lora),
         params=adapter,
-        adaptation=Adaptation(base, lora),
+        adaptation=Adaptation(base, lora, seed),
     )

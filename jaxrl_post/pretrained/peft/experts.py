@@ -34,8 +34,10 @@ from jaxrl_post.types import Array
 __all__ = [
     "expert_base",
     "expert_options",
+    "expert_parameter",
     "expert_places",
     "of_one_rank",
+    "of_widest",
     "read_expert_options",
 ]
 
@@ -65,7 +67,7 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
         outputs *= 2
     wraps = {PARAMETERS[target] for target in targets if target in EXPERTS}
     inside = PARAMETERS[name] == GATE_UP and wraps == {GATE_UP, DOWN}
-    module = f"model.layers.{stored.path.split('.')[1]}.{MODULE}"
+    module = _module(stored.path)
     return Entry(
         stored.path,
         None,
@@ -75,6 +77,19 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
         (experts, inputs, outputs),
         slot,
     )
+
+
+def expert_parameter(path: str) -> str:
+    """Returns PEFT's name of the parameter that holds a routed experts' matrix.
+
+    >>> expert_parameter("layers.3.experts.up")
+    'model.layers.3.mlp.experts.gate_up_proj'
+    """
+    return f"{_module(path)}.{PARAMETERS[target_name(path)]}"
+
+
+def _module(path: str) -> str:
+    return f"model.layers.{path.split('.')[1]}.{MODULE}"
 
 
 def expert_places(
@@ -227,6 +242,13 @@ def _value(pattern: Mapping[str, Any], name: str, *, default: Any, file: Path) -
     return default
 
 
+def of_widest(lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]) -> LoRAConfig:
+    """Returns the config of `of_one_rank`, of the highest rank and its scale."""
+    rest = [lora] if any(name not in by_target for name in lora.targets) else []
+    widest = max((*rest, *by_target.values()), key=lambda each: each.rank)
+    return replace(lora, rank=widest.rank, alpha=widest.alpha)
+
+
 def of_one_rank(
     lora: LoRAConfig, by_target: Mapping[str, LoRAConfig], adapter: Adapter[Array]
 ) -> tuple[LoRAConfig, Adapter[Array]]:
@@ -239,14 +261,12 @@ def of_one_rank(
         by_target: configs of routed experts' matrices.
         adapter: adapter with these ranks.
     """
-    rest = [lora] if any(name not in by_target for name in lora.targets) else []
-    widest = max((*rest, *by_target.values()), key=lambda each: each.rank)
-    lora = replace(lora, rank=widest.rank, alpha=widest.alpha)
+    rest, lora = lora, of_widest(lora, by_target)
     made = dict(adapter)
     for path, own in adapter.items():
         if not isinstance(own, LoRAParams):
             continue
-        scale = by_target.get(target_name(path), rest[0] if rest else lora).scale
+        scale = by_target.get(target_name(path), rest).scale
         up = own.up
         if not math.isclose(scale, lora.scale, rel_tol=1e-9):
             up = up * jnp.asarray(scale / lora.scale, up.dtype)
