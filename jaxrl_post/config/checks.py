@@ -437,6 +437,11 @@ def _check_turns(config: RLConfig) -> None:
 
 def _check_critic(critic: CriticConfig) -> None:
     """Refuses options of a critic that have no effect."""
+    if critic.lora.path is not None:
+        raise ConfigError(
+            "--critic.lora.path: a critic's adapter is always new; give the adapter as "
+            "--critic.model, which merges it, and --critic.lora.rank"
+        )
     if critic.backbone != "shared" and critic.coefficient != CriticConfig.coefficient:
         raise ConfigError(
             "--critic.coefficient: weighs the loss of a critic on the policy's "

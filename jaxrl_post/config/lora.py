@@ -31,6 +31,11 @@ class AdapterConfig:
             log-probs before an update have no dropout.
         quantize: hold the frozen matrices in 8 bits (int8) or 4 bits (nf4); None holds
             them as they are.
+        path: adapter of PEFT with whose values the run begins, over `model`: a
+            directory, or ORG/NAME on the hub. It has the rank, alpha, targets,
+            rank_stabilized and dora, so these options are not given, or are the same.
+            Without a `model`, the one that the adapter names is under it. None for a
+            new adapter. A critic's adapter is always new.
     """
 
     rank: Annotated[int, NOT_NEGATIVE] = 0
@@ -40,3 +45,4 @@ class AdapterConfig:
     dora: bool = False
     dropout: Annotated[float, DECAY] = 0.0
     quantize: Literal["int8", "nf4"] | None = None
+    path: str | None = None

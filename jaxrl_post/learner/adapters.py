@@ -2,7 +2,8 @@
 
 import dataclasses
 import zlib
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +22,21 @@ from jaxrl_post.models.adapters.lora import (
     LoRAConfig,
     adapted,
     adapter_specs,
+    check_adapter,
     initialize_adapter,
 )
 from jaxrl_post.models.adapters.quantized import quantize
+from jaxrl_post.models.adapters.whole import copies, whole_specs
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.spec import abstract
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.directory import read_config_file
 from jaxrl_post.pretrained.families import read_config, right_label
 from jaxrl_post.pretrained.peft.bases import targets_of
-from jaxrl_post.pretrained.peft.files import check_saves
+from jaxrl_post.pretrained.peft.files import check_saves, load_adapter, read_lora
 from jaxrl_post.types import Array, TokenBatch
 
-__all__ = ["AdaptedPolicy", "lora_of", "with_adapter"]
+__all__ = ["AdaptedPolicy", "continued", "lora_of", "with_adapter"]
 
 # The fully trained parameters next to an adapter, by head. A language model lacks them,
 # so they start at zero.
@@ -164,6 +167,75 @@ def _check_labels(model: Model, option: str) -> None:
         )
 
 
+def continued(config: AdapterConfig, model: str) -> AdapterConfig:
+    """Fills in the options of the adapter with whose values a run begins, if any.
+
+    Args:
+        config: the adapter's options, with a local `path`.
+        model: directory of the model under it.
+
+    Raises:
+        ConfigError: an option contradicts the adapter, which is no adapter of this
+            model, or trains parameters whole that are not trained here.
+    """
+    if config.path is None:
+        return config
+    try:
+        architecture = read_config(read_config_file(Path(model)))
+        lora = read_lora(config.path, architecture)
+        own = config.targets and targets_of(architecture, config.targets)
+    except (ValueError, CheckpointError) as error:
+        raise ConfigError(f"--lora.path: {error}") from error
+    if more := set(lora.whole) - set(HEADS[architecture.head]):
+        raise ConfigError(
+            f"--lora.path: {config.path} has {', '.join(sorted(more))} of its own "
+            "(modules_to_save), and here only a head is trained whole; give the "
+            "adapter as --model, which merges it, and train a new one"
+        )
+    if own and set(own) != set(lora.targets):
+        _contradicted("targets", own, lora.targets)
+    default = AdapterConfig()
+    for name in ("rank", "alpha", "rank_stabilized", "dora"):
+        given, found = getattr(config, name), getattr(lora, name)
+        if given not in (getattr(default, name), found):
+            _contradicted(name, given, found)
+    return dataclasses.replace(
+        config,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        rank_stabilized=lora.rank_stabilized,
+        dora=lora.dora,
+    )
+
+
+def _contradicted(name: str, given: Any, found: Any) -> NoReturn:
+    given, found = (
+        " ".join(each) if isinstance(each, tuple) else each for each in (given, found)
+    )
+    raise ConfigError(
+        f"--lora.{name.replace('_', '-')}: the adapter of --lora.path has {found}, and "
+        f"a run that continues it cannot change that; got {given}. Drop the option"
+    )
+
+
+def _values(
+    path: str, model: Model, base: DecoderParams[Any], lora: LoRAConfig
+) -> Adapter[Array]:
+    """The values of the adapter that a run continues, in the form of `lora`."""
+    placed = {"mesh": model.mesh, "rules": model.rules}
+    try:
+        _, adapter = load_adapter(path, model.config, **placed)
+        # A head that it lacks begins as the model's.
+        whole = whole_specs(model.config, lora.whole)
+        fresh = {name: spec for name, spec in whole.items() if name not in adapter}
+        adapter = adapter | copies(fresh, base, model.mesh, model.rules)
+        check_adapter(adapter, model.config, lora)
+    except (ValueError, CheckpointError) as error:
+        raise ConfigError(f"--lora.path: {error}") from error
+    return adapter
+
+
 def with_adapter(
     config: AdapterConfig,
     model: Model,
@@ -172,7 +244,9 @@ def with_adapter(
     option: str = "--lora",
     donate: bool = False,
 ) -> Model:
-    """Returns a model that trains a new adapter over a frozen base.
+    """Returns a model that trains an adapter over a frozen base.
+
+    The adapter is new, or has the values of `AdapterConfig.path`.
 
     Args:
         config: the adapter's options; with rank 0 the model is returned unchanged.
@@ -183,7 +257,7 @@ def with_adapter(
             code may use them.
 
     Raises:
-        ConfigError: as `lora_of`.
+        ConfigError: as `lora_of`, or the adapter of the path does not fit.
     """
     lora, base = lora_of(config, model.config, option=option), model.params
     if lora is None:
@@ -192,18 +266,22 @@ def with_adapter(
     if config.quantize is not None:
         # Quantise first, because DoRA needs the norms of the quantised base.
         base = quantize(base, config.quantize, donate=donate)
-    adapter = initialize_adapter(
-        jax.random.key(seed),
-        base,
-        model.config,
-        lora,
-        dtype=jnp.float32,
-        mesh=model.mesh,
-        rules=model.rules,
-    )
+    path = config.path
+    if path is not None:
+        adapter = _values(path, model, base, lora)
+    else:
+        adapter = initialize_adapter(
+            jax.random.key(seed),
+            base,
+            model.config,
+            lora,
+            dtype=jnp.float32,
+            mesh=model.mesh,
+            rules=model.rules,
+        )
     return dataclasses.replace(
         model,
         specs=adapter_specs(model.config, lora),
         params=adapter,
-        adaptation=Adaptation(base, lora, seed),
+        adaptation=Adaptation(base, lora, seed, continued=path is not None),
     )

@@ -101,10 +101,10 @@ def open_reference(
         # Nothing is compared with a reference's last bits.
         policy = replace(learner.policy, exact=False)
         scorer = replace(learner.scorer, policy=policy)
-        if model.adaptation is not None:
+        if model.adaptation is not None and not model.adaptation.continued:
             return Reference(scorer, model.base)
         # Copy the arrays, because the first update donates the originals.
-        return Reference(scorer, jax.tree.map(jnp.copy, model.params))
+        return Reference(scorer, model.whole(jax.tree.map(jnp.copy, model.params)))
     frozen = open_model(
         directory,
         mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),

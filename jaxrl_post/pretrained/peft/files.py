@@ -32,7 +32,6 @@ from jaxrl_post.models.adapters.lora import (
 )
 from jaxrl_post.models.config import Head, ModelConfig
 from jaxrl_post.models.matrix import expert_dims, target_name
-from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.spec import abstract, is_spec
 from jaxrl_post.pretrained.directory import staged
 from jaxrl_post.pretrained.errors import CheckpointError
@@ -239,7 +238,7 @@ def save_adapter(
         ValueError: the adapter does not fit `config` and `lora`.
 
     >>> import tempfile
-    >>> from jaxrl_post.models import initialize
+    >>> from jaxrl_post.models import initialize, param_specs
     >>> from jaxrl_post.models.adapters.lora import initialize_adapter
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
     >>> params = initialize(jax.random.key(0), param_specs(config))
