@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxrl_post.algorithms import Predictions
 from jaxrl_post.config.errors import ConfigError
@@ -20,6 +21,7 @@ from jaxrl_post.models.adapters.dropout import Dropout
 from jaxrl_post.models.adapters.lora import (
     Adapter,
     LoRAConfig,
+    adaptable,
     adapted,
     adapter_specs,
     check_adapter,
@@ -32,8 +34,10 @@ from jaxrl_post.models.spec import abstract
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.directory import read_config_file
 from jaxrl_post.pretrained.families import read_config, right_label
-from jaxrl_post.pretrained.peft.bases import targets_of
-from jaxrl_post.pretrained.peft.files import check_saves, load_adapter, read_lora
+from jaxrl_post.pretrained.peft.bases import bases, targets_of
+from jaxrl_post.pretrained.peft.files import check_saves, load_adapter
+from jaxrl_post.pretrained.peft.joined import parted
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, TokenBatch
 
 __all__ = ["AdaptedPolicy", "continued", "lora_of", "with_adapter"]
@@ -182,7 +186,7 @@ def continued(config: AdapterConfig, model: str) -> AdapterConfig:
         return config
     try:
         architecture = read_config(read_config_file(Path(model)))
-        lora = read_lora(config.path, architecture)
+        lora, _ = _read(config.path, architecture)
         own = config.targets and targets_of(architecture, config.targets)
     except (ValueError, CheckpointError) as error:
         raise ConfigError(f"--lora.path: {error}") from error
@@ -209,6 +213,17 @@ def continued(config: AdapterConfig, model: str) -> AdapterConfig:
     )
 
 
+def _read(
+    path: str,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> tuple[LoRAConfig, Adapter[Array]]:
+    """Loads an adapter of PEFT with the rank that it was trained with here."""
+    lora, adapter = load_adapter(path, config, mesh=mesh, rules=rules)
+    return parted(bases(config, adaptable(config)), adapter, lora)
+
+
 def _contradicted(name: str, given: Any, found: Any) -> NoReturn:
     given, found = (
         " ".join(each) if isinstance(each, tuple) else each for each in (given, found)
@@ -223,9 +238,8 @@ def _values(
     path: str, model: Model, base: DecoderParams[Any], lora: LoRAConfig
 ) -> Adapter[Array]:
     """The values of the adapter that a run continues, in the form of `lora`."""
-    placed = {"mesh": model.mesh, "rules": model.rules}
     try:
-        _, adapter = load_adapter(path, model.config, **placed)
+        _, adapter = _read(path, model.config, model.mesh, model.rules)
         # A head that it lacks begins as the model's.
         whole = whole_specs(model.config, lora.whole)
         fresh = {name: spec for name, spec in whole.items() if name not in adapter}

@@ -143,10 +143,9 @@ def fetch[Config](
                 "values; give --lora.rank"
             )
         model, base = _under(config, Path(adapter))
-        config, local = (
-            dataclasses.replace(each, model=model, base=base)
-            for each in (config, local)
-        )
+        for name, value in (("model", model), ("base", base)):
+            config = _replaced(config, name, value)
+            local = _replaced(local, name, value)
     for path in (*MODELS, *FILES):
         if path != CONTINUED:
             take(path)

@@ -1,6 +1,7 @@
-"""Dropout of an adapter's input: in training alone, and the same wherever it is drawn."""
+"""Dropout of an adapter's input: in training alone, and the same on every mesh."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,25 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.run import UpdateConfig
+from jaxrl_post.config.run import UpdateConfig, flattened
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import lora_of, with_adapter
+from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import save_model
 from jaxrl_post.models.adapters.dropout import Dropout
 from jaxrl_post.models.adapters.lora import Adapted, LoRAConfig
 from jaxrl_post.models.config import MixtureOfExperts
-from tests.learner.test_adapters import batch_of, one_device, some_model, with_head
+from jaxrl_post.programs.build.trainer import make_updater
+from jaxrl_post.records.metric_table import row_of
+from tests.learner.test_adapters import (
+    batch_of,
+    one_device,
+    some_model,
+    with_head,
+)
+from tests.learner.test_learner import sequences
+from tests.programs.trainers import RL
 
 __all__ = ["one_device"]
 
@@ -146,8 +157,7 @@ def test_layers_and_matrices_differ_and_so_do_policy_and_critic():
     assert len(set(masks.values())) == len(masks) > 14
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("remat", "scan"), [("dots", True), ("full", False)])
 def test_rematerialised_and_scanned_layers_draw_the_same(remat, scan):
     _, learner, state = begin()
     _, other, same = begin(update=UpdateConfig(remat=remat, scan_layers=scan))
@@ -157,14 +167,14 @@ def test_rematerialised_and_scanned_layers_draw_the_same(remat, scan):
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("mesh", ["dp2,fsdp2,tp2", "cp2,tp2,dp2"])
-def test_meshes_and_microbatches_draw_the_same(mesh):
-    """One row a microbatch on one device, several on eight."""
+def test_meshes_and_microbatches_draw_the_same():
+    """One whole row a microbatch on one device, several in chunks on eight."""
     _, learner, state = begin()
-    expected, _ = losses(learner, state)
-    _, other, state = begin(mesh=mesh, count=8)
-    assert other.microbatch_rows > learner.microbatch_rows
-    np.testing.assert_allclose(losses(other, state)[0], expected, rtol=1e-4)
+    expected, _ = losses(learner, state, 1)
+    for mesh in ("fsdp4,tp2", "cp2,tp2,dp2"):
+        _, other, state = begin(mesh=mesh, count=8)
+        assert other.microbatch_rows > learner.microbatch_rows
+        np.testing.assert_allclose(losses(other, state, 1)[0], expected, rtol=1e-4)
 
 
 def test_the_pure_train_step_draws_as_the_learner():
@@ -178,6 +188,25 @@ def test_the_pure_train_step_draws_as_the_learner():
     )
     found = float(metrics["train/loss"]), float(metrics["train/grad_norm"])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_the_log_probs_before_the_update_have_none(rate):
+    """With one update too, or a ratio of 1 would hide what dropout changes."""
+    model, *_ = begin(rate)
+    config = dataclasses.replace(RL, lora=AdapterConfig(rank=4, dropout=rate))
+    algorithm = make_algorithm(config.algorithm, 16)
+    updater = make_updater(config, model, algorithm, SimpleNamespace(name="a test"))
+    # The log-probs of sampling have none either.
+    scored = updater.learner.scorer.predict(model.whole(model.params), BATCH).logprobs
+    updater._minibatches = lambda *_: ([BATCH.replace(behavior_logprobs=scored)], {})
+    metrics = updater.update(sequences(), 1).metrics
+    assert metrics["mismatch/kl"] < 1e-9
+    assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert (metrics["policy/kl_to_proximal"] > 1e-4) == (rate > 0)
+    row = row_of("policy/kl_to_proximal")
+    options = flattened(dataclasses.asdict(config))
+    assert (row.why_zero(options) == "") == (rate > 0)
 
 
 @pytest.mark.parametrize("options", [{"dora": True}, {"quantize": "int8"}])

@@ -37,7 +37,6 @@ __all__ = [
     "expert_parameter",
     "expert_places",
     "of_one_rank",
-    "of_widest",
     "read_expert_options",
 ]
 
@@ -242,13 +241,6 @@ def _value(pattern: Mapping[str, Any], name: str, *, default: Any, file: Path) -
     return default
 
 
-def of_widest(lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]) -> LoRAConfig:
-    """Returns the config of `of_one_rank`, of the highest rank and its scale."""
-    rest = [lora] if any(name not in by_target for name in lora.targets) else []
-    widest = max((*rest, *by_target.values()), key=lambda each: each.rank)
-    return replace(lora, rank=widest.rank, alpha=widest.alpha)
-
-
 def of_one_rank(
     lora: LoRAConfig, by_target: Mapping[str, LoRAConfig], adapter: Adapter[Array]
 ) -> tuple[LoRAConfig, Adapter[Array]]:
@@ -261,12 +253,14 @@ def of_one_rank(
         by_target: configs of routed experts' matrices.
         adapter: adapter with these ranks.
     """
-    rest, lora = lora, of_widest(lora, by_target)
+    rest = [lora] if any(name not in by_target for name in lora.targets) else []
+    widest = max((*rest, *by_target.values()), key=lambda each: each.rank)
+    lora = replace(lora, rank=widest.rank, alpha=widest.alpha)
     made = dict(adapter)
     for path, own in adapter.items():
         if not isinstance(own, LoRAParams):
             continue
-        scale = by_target.get(target_name(path), rest).scale
+        scale = by_target.get(target_name(path), rest[0] if rest else lora).scale
         up = own.up
         if not math.isclose(scale, lora.scale, rel_tol=1e-9):
             up = up * jnp.asarray(scale / lora.scale, up.dtype)

@@ -54,7 +54,6 @@ from jaxrl_post.pretrained.peft.experts import (
     expert_options,
     expert_places,
     of_one_rank,
-    of_widest,
     read_expert_options,
 )
 from jaxrl_post.pretrained.peft.joined import joined
@@ -64,7 +63,7 @@ from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
 
-__all__ = ["check_saves", "head_of", "load_adapter", "read_lora", "save_adapter"]
+__all__ = ["check_saves", "head_of", "load_adapter", "save_adapter"]
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -141,8 +140,25 @@ def load_adapter(
         CheckpointError: the directory does not hold an adapter of this model, or an
             option is not supported; the message names the problem.
     """
-    with _opened(Path(path), config) as (lora, by_target, tensors):
-        config_file = Path(path) / CONFIG_FILE
+    directory = Path(path)
+    config_file = directory / CONFIG_FILE
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"{config_file}: no such file; an adapter is a directory with "
+            f"{CONFIG_FILE} and {TENSOR_FILE}"
+        )
+    lora, saved = _lora_config(config_file)
+    by_target = read_expert_options(
+        read_json(config_file), lora, config, modules(config), config_file
+    )
+    with _open(directory / TENSOR_FILE) as stored:
+        family = family_of(config.model_type)
+        tensors = without_prefixes(_without_prefix(stored), family.prefixes)
+        lora = replace(
+            lora,
+            targets=_targets(config, lora, by_target, tensors, config_file),
+            whole=whole_of_modules(config, saved, config_file),
+        )
         specs = adapter_specs(config, lora)
         entries = _entries(config, lora, by_target)
         entries += whole_entries(config, lora.whole)
@@ -165,43 +181,6 @@ def load_adapter(
         health.warn(tensors, harmless=[n for n in tensors if "lora_A" not in n])
     structure = jax.tree.structure(specs, is_leaf=is_spec)
     return of_one_rank(lora, by_target, jax.tree.unflatten(structure, leaves))
-
-
-def read_lora(path: str | os.PathLike[str], config: ModelConfig) -> LoRAConfig:
-    """Reads the config that `load_adapter` returns, without the values.
-
-    Args:
-        path: as `load_adapter`.
-        config: as `load_adapter`.
-
-    Raises:
-        CheckpointError: as `load_adapter`.
-    """
-    with _opened(Path(path), config) as (lora, by_target, _):
-        return of_widest(lora, by_target)
-
-
-@contextmanager
-def _opened(
-    directory: Path, config: ModelConfig
-) -> Iterator[tuple[LoRAConfig, dict[str, LoRAConfig], dict[str, Tensor]]]:
-    """Opens an adapter: its config, those of experts' targets, and its tensors."""
-    config_file = directory / CONFIG_FILE
-    if not config_file.is_file():
-        raise CheckpointError(
-            f"{config_file}: no such file; an adapter is a directory with "
-            f"{CONFIG_FILE} and {TENSOR_FILE}"
-        )
-    lora, saved = _lora_config(config_file)
-    by_target = read_expert_options(
-        read_json(config_file), lora, config, modules(config), config_file
-    )
-    with _open(directory / TENSOR_FILE) as stored:
-        family = family_of(config.model_type)
-        tensors = without_prefixes(_without_prefix(stored), family.prefixes)
-        targets = _targets(config, lora, by_target, tensors, config_file)
-        whole = whole_of_modules(config, saved, config_file)
-        yield replace(lora, targets=targets, whole=whole), by_target, tensors
 
 
 def save_adapter(
