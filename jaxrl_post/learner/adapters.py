@@ -53,7 +53,7 @@ HEADS: dict[Head, tuple[str, ...]] = {
 
 
 class Draws(NamedTuple):
-    """What the random numbers of a microbatch are functions of.
+    """Arguments of a microbatch's random numbers.
 
     Attributes:
         seed: uint32, of the run.

@@ -21,8 +21,9 @@ from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import save_model
 from jaxrl_post.models.adapters.dropout import Dropout
-from jaxrl_post.models.adapters.lora import Adapted, LoRAConfig
+from jaxrl_post.models.adapters.lora import Adapted, LoRAConfig, adapted
 from jaxrl_post.models.config import MixtureOfExperts
+from jaxrl_post.models.matrix import matrices
 from jaxrl_post.programs.build.trainer import make_updater
 from jaxrl_post.records.metric_table import row_of
 from tests.learner.test_adapters import (
@@ -150,11 +151,14 @@ def test_layers_and_matrices_differ_and_so_do_policy_and_critic():
     for head in ("lm", "value"):
         model, learner, state = begin(head=head)
         own = learner.predictor.in_training(state.step, 0)
-        whole = own._dropout(own.draws, BATCH)
-        for path in model.params:
-            drawn = whole.folded(path).of(jnp.ones((whole.tokens.size, 8)))
-            masks[head, path] = np.asarray(drawn).tobytes()
-    assert len(set(masks.values())) == len(masks) > 14
+        whole = adapted(
+            own.base, state.params, model.config, own.lora,
+            own._dropout(own.draws, BATCH),
+        )  # fmt: skip
+        for path, matrix in matrices(whole).items():
+            ones = jnp.ones((matrix.dropout.tokens.size, 8))
+            masks[head, path] = np.asarray(matrix.dropout.of(ones)).tobytes()
+    assert len(set(masks.values())) == len(masks) == 14
 
 
 @pytest.mark.parametrize(("remat", "scan"), [("dots", True), ("full", False)])

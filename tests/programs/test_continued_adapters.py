@@ -1,4 +1,4 @@
-"""A run that goes on from an adapter of PEFT: its beginning, reference and output."""
+"""A run that continues an adapter of PEFT: its beginning, reference and output."""
 
 import dataclasses
 import io

@@ -18,7 +18,7 @@ __all__ = ["Dropout"]
 
 @struct.dataclass
 class Dropout:
-    """Which entries of an input [tokens, inner] are dropped.
+    """Drops entries of an input [tokens, inner].
 
     A token's random numbers are a function of the key and of the token's number, so
     they depend neither on the mesh, nor on the microbatch of a token, and the backward

@@ -95,7 +95,7 @@ def parted(
     shared = [
         [block for path in g for block in used[path]] for g in modules if len(g) > 1
     ]
-    # Of a B of zeros nothing says that it was joined.
+    # A B of zeros may be of either kind.
     if (
         any(len(blocks) > 1 for blocks in used.values())
         or any(len(set(blocks)) < len(blocks) for blocks in shared)
@@ -127,7 +127,7 @@ def _cut(array: Array, dim: int, first: int, size: int) -> Array:
 
 
 def _modules(bases: Mapping[str, Entry], adapted: Collection[str]) -> list[list[str]]:
-    """Returns the matrices of each module of which one is adapted, in its order."""
+    """Returns the matrices of each adapted module, in its order."""
     parts: dict[str, list[str]] = {}
     for path, base in sorted(bases.items(), key=lambda item: item[1].slot.start):
         parts.setdefault(base.name, []).append(path)
