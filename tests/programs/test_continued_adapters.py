@@ -38,6 +38,7 @@ from jaxrl_post.programs.places import check_inputs_are_kept, fingerprints
 from jaxrl_post.records.directory import read_rows
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from tests import tiny
+from tests.hub_server import Hub, serving
 from tests.learner.test_adapters import batch_of, one_device, train
 from tests.pretrained.test_peft_files import PHI, random_adapter
 from tests.programs.test_adapter_models import (
@@ -153,6 +154,28 @@ def test_the_model_is_the_one_given_else_that_under_the_adapter(
     change(adapter, base_model_name_or_path=None)
     with pytest.raises(ConfigError, match=r"--lora\.path: .*must name the model under"):
         fetch_run(going_on(adapter), console=QUIET)
+
+
+def test_adapter_and_base_may_be_on_the_hub(adapter, base, tmp_path, monkeypatch):
+    change(adapter, base_model_name_or_path="Org/base", revision="v1")
+    files = [
+        {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()}
+        for folder in (adapter, base)
+    ]
+    hub = Hub(
+        {"models/Org/mine": {"main": files[0]}, "models/Org/base": {"v1": files[1]}}
+    )
+    run_dir = str(tmp_path / "run")
+    config = dataclasses.replace(going_on("Org/mine"), run_dir=run_dir)
+    with serving(hub, str(tmp_path / "cache"), monkeypatch):
+        fetched = fetch_run(config, console=QUIET)
+    assert set(fetched.commits) == {"Org/mine", "Org/base@v1"}
+    local = fetched.config
+    assert pretrained.load(local.model)[0] == CONFIG
+    assert (Path(local.lora.path or "") / "adapter_model.safetensors").is_file()
+    named = fetched.named(local)
+    assert (named.model, named.lora.path) == ("Org/base@v1", "Org/mine")
+    assert fetched.names["model"] == "Org/base@v1"
 
 
 def test_what_is_no_adapter_of_this_model_is_refused(adapter, base, tmp_path):
