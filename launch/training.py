@@ -17,7 +17,7 @@ DEFAULTS = (
 )
 
 # With one of these options the user has an own task or model, so no demo.
-OWN = ("--model", "--env", "--data.path", "--config")
+OWN = ("--model", "--lora.path", "--env", "--data.path", "--config")
 
 
 def beginning[Config: RunConfig](
@@ -40,11 +40,13 @@ def beginning[Config: RunConfig](
         own = any(given(arguments, option) is not None for option in OWN)
         if demo is not None and not own and not help_asked(arguments):
             return demo()
+        # An adapter names a checkpoint under it.
+        path = given(arguments, "--lora.path")
         return begun(
             config,
             rates,
-            model=given(arguments, "--model"),
-            lora=given(arguments, "--lora.rank") not in (None, "0"),
+            model=given(arguments, "--model") or path,
+            lora=path is not None or given(arguments, "--lora.rank") not in (None, "0"),
             critic_lora=(
                 given(arguments, "--critic.lora.rank") not in (None, "0")
                 if critic

@@ -409,6 +409,12 @@ def _check_exact(config: RLConfig) -> None:
             "--rollout.weights: with --exact the sampler computes with the trainer's "
             f"own matrices; got {config.rollout.weights}; drop one of the two"
         )
+    if config.lora.dropout:
+        raise ConfigError(
+            "--lora.dropout: with --exact the log-probs that are trained on equal the "
+            f"sampler's, which has no dropout; got {config.lora.dropout:g}; drop one "
+            "of the two"
+        )
 
 
 def _check_rollout(config: RLConfig) -> None:
@@ -505,6 +511,11 @@ def _check_turns(config: RLConfig) -> None:
 
 def _check_critic(critic: CriticConfig) -> None:
     """Refuses options of a critic that have no effect."""
+    if critic.lora.path is not None:
+        raise ConfigError(
+            "--critic.lora.path: a critic's adapter is always new; give the adapter as "
+            "--critic.model, which merges it, and --critic.lora.rank"
+        )
     if critic.backbone != "shared" and critic.coefficient != CriticConfig.coefficient:
         raise ConfigError(
             "--critic.coefficient: weighs the loss of a critic on the policy's "

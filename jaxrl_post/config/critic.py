@@ -18,7 +18,7 @@ class CriticConfig:
         backbone: separate: a model of its own; shared: a value head on the policy.
         model: initial weights of a separate critic, from a reward model or a language
             model: a Hugging Face directory, or ORG/NAME on the hub; None for the
-            policy's own weights.
+            policy's own weights, or for its base if both train adapters.
         gamma: discount factor per token.
         gae_lambda: lambda of generalized advantage estimation (GAE), for the policy's
             advantages.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxrl_post.config.fields import NOT_NEGATIVE, POSITIVE
+from jaxrl_post.config.fields import DECAY, NOT_NEGATIVE, POSITIVE
 
 __all__ = ["AdapterConfig"]
 
@@ -20,12 +20,22 @@ class AdapterConfig:
             are trained.
         alpha: scale of the adapter: its product of matrices is multiplied by alpha /
             rank.
-        targets: names of the matrices to adapt, such as query and value; none for all
-            of attention and of MLPs, except the experts'.
+        targets: names of the matrices to adapt: query and value, or q_proj and v_proj,
+            as PEFT names them in the model's family. A name such as qkv_proj stands for
+            all that it joins. None, or all-linear, for all of attention and of MLPs,
+            except the experts'.
         rank_stabilized: scale by alpha / sqrt(rank) instead (rsLoRA).
         dora: train magnitude and direction of a matrix separately (DoRA).
+        dropout: probability with which an entry of what the adapter's first matrix
+            multiplies is dropped in training; sampling, evaluations, references and the
+            log-probs before an update have no dropout.
         quantize: hold the frozen matrices in 8 bits (int8) or 4 bits (nf4); None holds
             them as they are.
+        path: adapter of PEFT with whose values the run begins, over `model`: a
+            directory, or ORG/NAME on the hub. It has the rank, alpha, targets,
+            rank_stabilized and dora, so these options are not given, or are the same.
+            Without a `model`, the one that the adapter names is under it. None for a
+            new adapter. A critic's adapter is always new.
     """
 
     rank: Annotated[int, NOT_NEGATIVE] = 0
@@ -33,4 +43,6 @@ class AdapterConfig:
     targets: tuple[str, ...] = ()
     rank_stabilized: bool = False
     dora: bool = False
+    dropout: Annotated[float, DECAY] = 0.0
     quantize: Literal["int8", "nf4"] | None = None
+    path: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl_post.config.errors import ConfigError
 
 __all__ = [
+    "CONTINUED",
     "FILES",
     "MAIN_MODELS",
     "MODELS",
@@ -23,9 +24,12 @@ __all__ = [
 ]
 
 FILES = ("data.path", "data.eval_path")
-# Options that name a model; --revision applies to the first two.
+# Options that name a model; --revision applies to MAIN_MODELS. The adapter that a run
+# continues comes first, because it may name the model.
 MAIN_MODELS = ("model", "input")
+CONTINUED = "lora.path"
 MODELS = (
+    CONTINUED,
     *MAIN_MODELS,
     "base",
     "algorithm.reference",

@@ -180,7 +180,8 @@ class RunConfig:
         model: a Hugging Face directory, ORG/NAME on the hub, a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b
             (jaxrl_post.pretrained.presets), or an adapter of PEFT. An adapter is merged
-            into its base first, with `lora` too, which trains a new one on top.
+            into its base first, with `lora` too, which trains a new one on top;
+            `lora.path` continues one.
         base: model under an adapter; None for the one that the adapter names.
         revision: branch, tag or commit of a --model on the hub.
         dtype: dtype of the parameters; None for the checkpoint's own, float32 for a

@@ -10,6 +10,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.model import Model, check_beside
+from jaxrl_post.models.adapters.lora import merged
 from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.models.spec import copied, is_abstract
 from jaxrl_post.pretrained.families import write_config
@@ -106,7 +107,11 @@ def open_critic(
 def _beginning_as(model: Model, *, shared: bool) -> Model:
     """Returns the policy with a value head of zeros; arrays are shared or copied."""
     config = _value_config(model)
-    params = model.base.replace(unembedding=None)  # type: ignore[attr-defined]
+    params, adaptation = model.base, model.adaptation
+    continued = adaptation is not None and adaptation.continued
+    if adaptation is not None and continued and not (shared or is_abstract(params)):
+        params = merged(params, model.params, model.config, adaptation.lora)
+    params = params.replace(unembedding=None)  # type: ignore[attr-defined]
     if not shared:
         # An optimizer step donates its arrays, so it must not donate shared ones.
         params = copied(params)

@@ -180,10 +180,12 @@ class Learner:
         check_same_batch(where, batch)
         require_forest(batch.ends)
         total = None
-        for piece in self.scorer.microbatches(batch):
+        for number, piece in enumerate(self.scorer.microbatches(batch)):
+            row = number * self.microbatch_rows
+            predictor = self._predictor.in_training(state.step, row)
             if total is None:
-                total = self.empty(self._predictor, state.params, piece)
-            total = self.accumulate(self._predictor, state.params, total, piece)
+                total = self.empty(predictor, state.params, piece)
+            total = self.accumulate(predictor, state.params, total, piece)
         if total is None:
             raise ValueError(f"{where}: the batch has no rows")
         # Where no token is of the current parameters, sampler and trainer are not
@@ -373,7 +375,8 @@ def begin_training(
     )
     predictor = None
     if model.adaptation is not None:
-        predictor = AdaptedPolicy(model.base, policy, model.adaptation.lora)
+        adaptation = model.adaptation
+        predictor = AdaptedPolicy(model.base, policy, adaptation.lora, adaptation.seed)
     learner = Learner(
         policy=policy,
         predictor=predictor,

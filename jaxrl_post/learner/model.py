@@ -70,12 +70,17 @@ class Adaptation:
     """The frozen base of an adapter, and the adapter's config.
 
     Attributes:
-        base: the frozen parameters; also the reference policy.
+        base: the frozen parameters; also the reference policy, if the adapter is new.
         lora: the adapter's config.
+        seed: of dropout.
+        continued: whether the adapter begins with the values of another one, and not
+            as the base alone.
     """
 
     base: PyTree
     lora: LoRAConfig
+    seed: int = 0
+    continued: bool = False
 
 
 @dataclass(frozen=True)
@@ -379,9 +384,10 @@ def _policy_alone(model: Model, params: PyTree) -> tuple[Model, PyTree]:
     else:
         lora = adaptation.lora
         rest = tuple(name for name in lora.whole if name != "value_head")
-        adaptation = Adaptation(
-            adaptation.base.replace(value_head=None),
-            dataclasses.replace(lora, whole=rest),
+        adaptation = dataclasses.replace(
+            adaptation,
+            base=adaptation.base.replace(value_head=None),
+            lora=dataclasses.replace(lora, whole=rest),
         )
         params = {path: own for path, own in params.items() if path != "value_head"}
     return dataclasses.replace(model, config=config, adaptation=adaptation), params

@@ -245,7 +245,8 @@ def _opened(
         # Nothing is compared with a reference's last bits.
         policy = replace(learner.policy, exact=False)
         scorer = replace(learner.scorer, policy=policy)
-        if model.adaptation is not None and not follows:
+        adaptation = model.adaptation
+        if adaptation is not None and not (follows or adaptation.continued):
             return Reference(scorer, model.base)
         # Copy the arrays, because the first update donates the originals.
         return Reference(scorer, copied(model.params), model.whole)

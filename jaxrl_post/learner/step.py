@@ -64,6 +64,16 @@ class Predictor(Protocol):
         """Returns a model's predictions for the tokens of a batch."""
         ...
 
+    def in_training(self, step: Array, row: int) -> "Predictor":
+        """Returns the predictor of a microbatch that is trained on.
+
+        Args:
+            step: int32, optimizer steps taken before.
+            row: number of the microbatch's first row in its batch. Random numbers, such
+                as dropout's, are functions of both.
+        """
+        ...
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -96,6 +106,11 @@ class Policy:
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
         """Calls the function `predict`."""
         return predict(self, params, batch)
+
+    def in_training(self, step: Array, row: int) -> "Policy":
+        """Returns itself: a plain model draws no random numbers."""
+        del step, row
+        return self
 
 
 @struct.dataclass
@@ -387,10 +402,13 @@ def train_step(
         where all tokens are masked, the state is unchanged, with its optimizer's.
     """
     total: Accumulator | None = None
+    row = 0
     for batch in microbatches:
+        predictor = policy.in_training(state.step, row)
+        row += batch.shape[0]
         if total is None:
-            total = empty_accumulator(policy, objective, state.params, batch)
-        total = accumulate(policy, objective, state.params, total, batch)
+            total = empty_accumulator(predictor, objective, state.params, batch)
+        total = accumulate(predictor, objective, state.params, total, batch)
     if total is None:
         raise ValueError("train_step: microbatches must hold at least one batch; got 0")
     metrics = {name: metric.mean() for name, metric in total.metrics.items()}

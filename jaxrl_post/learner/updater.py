@@ -164,7 +164,9 @@ class Updater:
         pieces, metrics = self._minibatches(sequences, number)
         # A divergence from a teacher has no ratio, so it needs no proximal log-probs.
         anchored = self.algorithm.divergence is None
-        needs_proximal = anchored and update.minibatches * update.epochs > 1
+        # One update without dropout computes them itself.
+        several = update.minibatches * update.epochs > 1
+        needs_proximal = anchored and (several or self.config.lora.dropout > 0)
         with self._phase("logprobs"):
             # Credit may take a fresh token's log-prob from the sampler, but an older
             # one comes from other parameters.

@@ -21,11 +21,14 @@ from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import replaced
-from jaxrl_post.config.paths import FILES, MAIN_MODELS, MODELS
+from jaxrl_post.config.paths import CONTINUED, FILES, MAIN_MODELS, MODELS
 from jaxrl_post.config.run import RunConfig
 from jaxrl_post.extras import install
+from jaxrl_post.learner.adapters import continued
+from jaxrl_post.learner.model import is_stored
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.peft.beside import base_of, beside_base, is_adapter
+from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.hub.card import CARD
 from jaxrl_post.records.path import run_path
@@ -115,14 +118,14 @@ def fetch[Config](
     commits: dict[str, str] = {}
     names: dict[str, str] = {}
     local = config
-    for path in (*MODELS, *FILES):
-        name = _value(config, path)
+
+    def take(path: str) -> None:
+        nonlocal local
+        name = _value(local, path)
         given = revision if path in MAIN_MODELS else None
-        if name is None:
-            continue
-        source = _source(path, name, given)
-        if source is None:
-            continue
+        source = None if name is None else _source(path, name, given)
+        if name is None or source is None:
+            return
         known = {**pinned, **commits}.get(source.key)
         folder = _snapshot(source, _option(path), known, weights=weights)
         commits[source.key] = folder.name
@@ -131,12 +134,64 @@ def fetch[Config](
         local = replaced(local, path, str(found))
         line = f"{name}: commit {folder.name[:12]} in {folder.parents[1]}"
         console.print(line, markup=False, highlight=False)
+
+    take(CONTINUED)
+    adapter = _value(local, CONTINUED)
+    if adapter is not None:
+        if not isinstance(config, RunConfig):
+            raise ConfigError(
+                f"{_option(CONTINUED)}: is for a run, which begins with the adapter's "
+                "values; give --lora.rank"
+            )
+        model, base = _under(config, Path(adapter))
+        for name, value in (("model", model), ("base", base)):
+            config = replaced(config, name, value)
+            local = replaced(local, name, value)
+    for path in (*MODELS, *FILES):
+        if path != CONTINUED:
+            take(path)
     if revision is not None and not names.keys() & set(MAIN_MODELS):
         raise ConfigError(
             "--revision: is of a model on the hub, named as ORG/NAME; drop the option"
         )
     found = Fetched(local, commits, names)
     return _with_bases(found, config, {**pinned, **commits}, console, weights)
+
+
+def _under(config: RunConfig, adapter: Path) -> tuple[str, str | None]:
+    """Returns `model` and `base` of a run that continues an adapter.
+
+    A preset has random weights, under which no adapter was trained.
+
+    Args:
+        config: with the model's name as the user gave it, or as it is by default.
+        adapter: its directory.
+
+    Raises:
+        ConfigError: there is no adapter, or no model under it.
+    """
+    model, base, option = config.model, config.base, _option(CONTINUED)
+    try:
+        if not is_adapter(adapter):
+            raise ConfigError(
+                f"{option}: {adapter} is no directory with an adapter_config.json, and "
+                "no name on the hub; a whole model is given as --model"
+            )
+        if is_stored(model) or model not in PRESETS:
+            return model, base
+        if base is not None:
+            return base, None
+        if model != RunConfig.model:
+            raise ConfigError(
+                f"--model: {model} is a preset with random weights, under which "
+                f"{adapter} was not trained; give the model under it, or none for the "
+                "one that the adapter names"
+            )
+        named, revision = base_of(adapter)
+    except CheckpointError as error:
+        raise ConfigError(f"{option}: {error}, and so does --model") from error
+    on_hub = revision is not None and not Path(named).exists()
+    return (f"{named}@{revision}" if on_hub else named), None
 
 
 def _with_bases[Config](
@@ -163,7 +218,7 @@ def _with_bases[Config](
     folder = Path.home() / ".cache/jaxrl_post/adapters"
     for path in MODELS:
         adapter, option = _value(local, path), _option(path)
-        if adapter is None or path == "base":
+        if adapter is None or path in ("base", CONTINUED):
             continue
         try:
             if not is_adapter(Path(adapter)):
@@ -218,15 +273,17 @@ def fetch_run[Config: RunConfig](
         console: for a line per download.
 
     Raises:
-        ConfigError: as `fetch`.
+        ConfigError: as `fetch`; or the options contradict the adapter that the run
+            continues.
         ValueError: the run's config.json is damaged.
     """
     path = run_path(config)
     saved = RunDirectory(path).read_description() if config.resume else None
     pinned = {} if saved is None else saved.hub
     found = fetch(config, console=console, pinned=pinned)
+    lora = continued(found.config.lora, found.config.model)
     # A default run_dir is named after the model on the hub, not after its path.
-    local = dataclasses.replace(found.config, run_dir=str(path))
+    local = dataclasses.replace(found.config, run_dir=str(path), lora=lora)
     names = {**found.names, "run_dir": config.run_dir}
     return Fetched(local, found.commits, names)
 

@@ -56,7 +56,7 @@ READ = (
     "*.safetensors", "*.safetensors.index.json", "config.json",
     "generation_config.json", "tokenizer*.json", "special_tokens_map.json",
     "chat_template.json", "*.jinja", "additional_chat_templates/*.jinja", "params/**/*",
-    "adapter/adapter_*",
+    "adapter/adapter_*", "adapter_config.json",
 )  # fmt: skip
 
 # Options that may name code of the user, and what that is.

@@ -33,6 +33,7 @@ OPTIMIZER = {
 LORA = {
     "rank": "at least 0",
     "alpha": "greater than 0",
+    "dropout": "in [0, 1)",
 }
 TRAINING = {
     "run_dir": "free",

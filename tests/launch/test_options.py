@@ -38,6 +38,8 @@ def test_without_a_model_or_a_task_it_is_the_demo(module, start):
         (grpo, ("--model", "Qwen/Qwen2.5-0.5B"), 1e-6),
         (grpo, ("--model=models/Qwen2.5-0.5B", "--lora.rank", "16"), 1e-5),
         (grpo, ("--model", "tiny", "--lora.rank", "16"), 5e-4),
+        (grpo, ("--lora.path=my/adapter",), 1e-5),
+        (grpo, ("--lora.path", "my/adapter", "--env", "gsm8k"), 1e-5),
         (grpo, ("--env", "gsm8k"), 5e-4),
         (ppo, ("--model", "runs/sft/model"), 1e-6),
         (distill, ("--model", "runs/sft/model"), 1e-5),

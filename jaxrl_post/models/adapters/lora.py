@@ -8,7 +8,8 @@ extra memory, and only the adapter needs gradients and optimizer state.
     adapted:  y = x W + scale (x A) B
     DoRA:     y = m / ||W + scale A B|| * (x W + scale (x A) B)
 
-The product A B is as large as W and is never formed.
+The product A B is as large as W and is never formed. In training, x before A may have
+dropout (see `dropout`).
 
 A parameter without pretrained values, such as a value head, is fully trained: the
 adapter holds the parameter itself (see `whole`).
@@ -26,6 +27,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_post.models.adapters.dora import column_norms
+from jaxrl_post.models.adapters.dropout import Dropout
 from jaxrl_post.models.adapters.whole import Whole, copies, whole_specs
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.matrix import (
@@ -79,6 +81,8 @@ class LoRAConfig:
         dora: magnitude and direction of each output are adapted separately.
         whole: paths of fully trained parameters, or of groups of them, such as
             "value_head"; adaptable matrices are not allowed.
+        dropout: probability with which training drops an entry of x before A, in
+            [0, 1).
 
     References:
         LoRA, arXiv:2106.09685; rank stabilisation, arXiv:2312.03732; DoRA,
@@ -98,6 +102,7 @@ class LoRAConfig:
     rank_stabilized: bool = False
     dora: bool = False
     whole: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -115,6 +120,13 @@ class LoRAConfig:
             raise ValueError(
                 "lora: dora must be off where experts' own matrices are adapted, as in "
                 f"PEFT; got the targets {', '.join(experts)}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora: dropout must be in [0, 1); got {self.dropout}")
+        if self.dropout and experts:
+            raise ValueError(
+                "lora: dropout must be 0 where experts' own matrices are adapted, as "
+                f"in PEFT; got {self.dropout} and the targets {', '.join(experts)}"
             )
         if len(set(self.targets)) < len(self.targets):
             raise ValueError(
@@ -158,6 +170,7 @@ class Adapted:
         up: B [rank, *outputs].
         magnitude: m [*outputs], or None.
         scale: factor of A B.
+        dropout: of x before A, in training; else None.
     """
 
     base: Any
@@ -165,6 +178,7 @@ class Adapted:
     up: Float[Array, "..."]
     magnitude: Float[Array, "..."] | None
     scale: float = struct.field(pytree_node=False)
+    dropout: Dropout | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,7 +198,8 @@ class Adapted:
     def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
         """Returns x (W + scale A B), rescaled with DoRA, in x's dtype."""
         dtype = x.dtype
-        low = multiply(x, self.down.astype(dtype), inputs) * self.scale
+        seen = x if self.dropout is None else self.dropout.of(x)
+        low = multiply(seen, self.down.astype(dtype), inputs) * self.scale
         product = multiply(x, self.base, inputs) + multiply(low, self.up.astype(dtype))
         if self.magnitude is None:
             return product
@@ -388,6 +403,7 @@ def adapted(
     adapter: Adapter[Array],
     config: ModelConfig,
     lora: LoRAConfig,
+    dropout: Dropout | None = None,
 ) -> DecoderParams[Any]:
     """Combines base and adapter to a parameter tree, without copying the base.
 
@@ -398,6 +414,7 @@ def adapted(
         adapter: an adapter from `initialize_adapter` or `load_adapter`.
         config: the model's config.
         lora: the adapter's config.
+        dropout: in training with dropout; each matrix gets a key of its own.
 
     Returns:
         The tree for `forward`, in which `Adapted` replaces the targets. Fully trained
@@ -414,7 +431,10 @@ def adapted(
             return leaf
         if isinstance(own, Whole):
             return own.weight.astype(leaf.dtype)
-        return Adapted(leaf, own.down, own.up, own.magnitude, scale=lora.scale)
+        drop = None if dropout is None else dropout.folded(path)
+        return Adapted(
+            leaf, own.down, own.up, own.magnitude, scale=lora.scale, dropout=drop
+        )
 
     return _with_paths(change, params)
 

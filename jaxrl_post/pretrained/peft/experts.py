@@ -34,6 +34,7 @@ from jaxrl_post.types import Array
 __all__ = [
     "expert_base",
     "expert_options",
+    "expert_parameter",
     "expert_places",
     "of_one_rank",
     "read_expert_options",
@@ -65,7 +66,7 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
         outputs *= 2
     wraps = {PARAMETERS[target] for target in targets if target in EXPERTS}
     inside = PARAMETERS[name] == GATE_UP and wraps == {GATE_UP, DOWN}
-    module = f"model.layers.{stored.path.split('.')[1]}.{MODULE}"
+    module = _module(stored.path)
     return Entry(
         stored.path,
         None,
@@ -75,6 +76,19 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
         (experts, inputs, outputs),
         slot,
     )
+
+
+def expert_parameter(path: str) -> str:
+    """Returns PEFT's name of the parameter that holds a routed experts' matrix.
+
+    >>> expert_parameter("layers.3.experts.up")
+    'model.layers.3.mlp.experts.gate_up_proj'
+    """
+    return f"{_module(path)}.{PARAMETERS[target_name(path)]}"
+
+
+def _module(path: str) -> str:
+    return f"model.layers.{path.split('.')[1]}.{MODULE}"
 
 
 def expert_places(

@@ -31,8 +31,7 @@ from jaxrl_post.models.adapters.lora import (
     check_adapter,
 )
 from jaxrl_post.models.config import Head, ModelConfig
-from jaxrl_post.models.matrix import expert_dims, matrices, target_name
-from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.matrix import expert_dims, target_name
 from jaxrl_post.models.spec import abstract, is_spec
 from jaxrl_post.pretrained.directory import staged
 from jaxrl_post.pretrained.errors import CheckpointError
@@ -40,7 +39,6 @@ from jaxrl_post.pretrained.families import family_of
 from jaxrl_post.pretrained.layout import Layout, Slot
 from jaxrl_post.pretrained.name_map import (
     Entry,
-    entries_of,
     paths,
     present,
     some,
@@ -51,8 +49,8 @@ from jaxrl_post.pretrained.param_files import (
     load_parameter,
     write_parameters,
 )
+from jaxrl_post.pretrained.peft.bases import WEIGHT, bases, modules
 from jaxrl_post.pretrained.peft.experts import (
-    expert_base,
     expert_options,
     expert_places,
     of_one_rank,
@@ -70,7 +68,6 @@ __all__ = ["check_saves", "head_of", "load_adapter", "save_adapter"]
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-WEIGHT = ".weight"
 # PEFT's suffix of every part of `LoRAParams`, after the module's name.
 PARTS = {
     "down": ".lora_A.weight",
@@ -150,9 +147,9 @@ def load_adapter(
             f"{config_file}: no such file; an adapter is a directory with "
             f"{CONFIG_FILE} and {TENSOR_FILE}"
         )
-    lora, modules = _lora_config(config_file)
+    lora, saved = _lora_config(config_file)
     by_target = read_expert_options(
-        read_json(config_file), lora, config, _modules(config), config_file
+        read_json(config_file), lora, config, modules(config), config_file
     )
     with _open(directory / TENSOR_FILE) as stored:
         family = family_of(config.model_type)
@@ -160,7 +157,7 @@ def load_adapter(
         lora = replace(
             lora,
             targets=_targets(config, lora, by_target, tensors, config_file),
-            whole=whole_of_modules(config, modules, config_file),
+            whole=whole_of_modules(config, saved, config_file),
         )
         specs = adapter_specs(config, lora)
         entries = _entries(config, lora, by_target)
@@ -220,7 +217,7 @@ def save_adapter(
         ValueError: the adapter does not fit `config` and `lora`.
 
     >>> import tempfile
-    >>> from jaxrl_post.models import initialize
+    >>> from jaxrl_post.models import initialize, param_specs
     >>> from jaxrl_post.models.adapters.lora import initialize_adapter
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
     >>> params = initialize(jax.random.key(0), param_specs(config))
@@ -239,12 +236,12 @@ def save_adapter(
             "adapter of the policy, without its value head"
         )
     # With all targets, every matrix has its own name.
-    bases = _bases(config, adaptable(config))
-    lora, by_target, adapter = joined(config, bases, adapter, lora)
+    held = bases(config, adaptable(config))
+    lora, by_target, adapter = joined(config, held, adapter, lora)
     entries = _entries(config, lora, by_target)
     whole = whole_entries(config, lora.whole)
-    modules = sorted({entry.name.rpartition(".")[0] for entry in whole})
-    options = _options(config, lora, entries, modules, base_model)
+    saved = sorted({entry.name.rpartition(".")[0] for entry in whole})
+    options = _options(config, lora, entries, saved, base_model)
     options |= expert_options(lora, by_target)
     text = json.dumps(options, indent=2, sort_keys=True) + "\n"
     named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
@@ -261,7 +258,7 @@ def _options(
     config: ModelConfig,
     lora: LoRAConfig,
     entries: Sequence[Entry],
-    modules: Sequence[str],
+    saved: Sequence[str],
     base_model: str | None,
 ) -> dict[str, Any]:
     """Returns the contents of adapter_config.json except options of routed experts.
@@ -270,12 +267,12 @@ def _options(
         config: the base model's config.
         lora: the config with the file's rank and targets.
         entries: entries of the adapted matrices.
-        modules: fully trained modules.
+        saved: fully trained modules.
         base_model: as in `save_adapter`.
     """
     # For a classifier PEFT needs the head in the file, even if modules_to_save lacks
     # it.
-    task = TASKS[config.head] if config.predicts_tokens or HEAD in modules else None
+    task = TASKS[config.head] if config.predicts_tokens or HEAD in saved else None
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     return {
         "peft_type": "LORA",
@@ -290,10 +287,10 @@ def _options(
             {_module(config, entry) for entry in entries if not _of_experts(entry)}
         ),
         "bias": "none",
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": modules or None,
+        "modules_to_save": list(saved) or None,
     }
 
 
@@ -307,9 +304,9 @@ def check_saves(config: ModelConfig, lora: LoRAConfig) -> None:
         ValueError: as `adapter_specs`.
     """
     specs = adapter_specs(config, lora)
-    bases = _bases(config, adaptable(config))
+    held = bases(config, adaptable(config))
     jax.eval_shape(
-        lambda adapter: joined(config, bases, adapter, lora)[2],
+        lambda adapter: joined(config, held, adapter, lora)[2],
         abstract(specs, jnp.float32),
     )
     if config.head != "lm+value":
@@ -344,10 +341,10 @@ def _lora_config(file: Path) -> tuple[LoRAConfig, list[str]]:
             f"{file}: r must be an integer and lora_alpha a number; got {rank!r} and "
             f"{alpha!r}"
         )
-    modules = raw.get("modules_to_save") or []
-    if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
+    saved = raw.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(m, str) for m in saved):
         raise CheckpointError(
-            f"{file}: modules_to_save must be a list of names; got {modules!r}"
+            f"{file}: modules_to_save must be a list of names; got {saved!r}"
         )
     try:
         lora = LoRAConfig(
@@ -356,7 +353,7 @@ def _lora_config(file: Path) -> tuple[LoRAConfig, list[str]]:
             rank_stabilized=raw.get("use_rslora") is True,
             dora=raw.get("use_dora") is True,
         )
-        return lora, modules
+        return lora, saved
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
@@ -394,14 +391,14 @@ def _entries(
 
     The rank comes from `by_target`, or from `lora` for other targets.
     """
-    bases = _bases(config, lora.targets)
+    held = bases(config, lora.targets)
     of_rank = {
         rank: adapter_specs(config, replace(lora, rank=rank, whole=()))
         for rank in {each.rank for each in (lora, *by_target.values())}
     }
     entries = []
     for path in of_rank[lora.rank]:
-        base, rank = bases[path], by_target.get(target_name(path), lora).rank
+        base, rank = held[path], by_target.get(target_name(path), lora).rank
         for part, (groups, shape, slot) in _places(base, rank).items():
             spec = getattr(of_rank[rank][path], part)
             if spec is None:
@@ -431,29 +428,6 @@ def _places(base: Entry, rank: int) -> dict[str, tuple[Any, tuple[int, ...], Slo
         "up": ((tuple(dim + 1 for dim in outer), (0,)), (rows, rank), base.slot),
         "magnitude": ((outer,), (rows,), base.slot),
     }
-
-
-def _bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
-    """Returns the entries of all adaptable matrices; experts' names need `targets`."""
-    specs = param_specs(config)
-    entries = entries_of(family_of(config.model_type).weights, specs)
-    places, adaptable = {entry.path: entry for entry in entries}, matrices(specs)
-    return {
-        path: expert_base(places[path], spec, targets)
-        if expert_dims(path)
-        else places[path]
-        for path, spec in adaptable.items()
-    }
-
-
-def _modules(config: ModelConfig) -> list[str]:
-    """Returns the names of all adaptable modules; routed experts are parameters."""
-    return [
-        name.removesuffix(WEIGHT)
-        for path, base in _bases(config, ()).items()
-        if not expert_dims(path)
-        for name in (base.name, *base.also)
-    ]
 
 
 def _of_experts(entry: Entry) -> bool:

@@ -1,9 +1,11 @@
 """Converts adapters of several matrices that a checkpoint joins in one tensor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_post.models.adapters.lora import Adapter, LoRAConfig, LoRAParams, adaptable
 from jaxrl_post.models.config import ModelConfig
@@ -12,7 +14,7 @@ from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.name_map import Entry
 from jaxrl_post.types import Array
 
-__all__ = ["joined", "widened"]
+__all__ = ["joined", "parted", "widened"]
 
 
 def joined(
@@ -41,10 +43,7 @@ def joined(
         CheckpointError: DoRA adapts only some parts of a joined matrix.
     """
     low_rank = {p: own for p, own in adapter.items() if isinstance(own, LoRAParams)}
-    parts: dict[str, list[str]] = {}
-    for path, base in sorted(bases.items(), key=lambda item: item[1].slot.start):
-        parts.setdefault(base.name, []).append(path)
-    modules = [group for group in parts.values() if any(p in low_rank for p in group)]
+    modules = _modules(bases, low_rank)
     if max(map(len, modules)) == 1:
         return lora, {}, adapter
     count = max((len(g) for g in modules if not expert_dims(g[0])), default=1)
@@ -68,6 +67,71 @@ def joined(
         wider, targets=tuple(name for name in adaptable(config) if name in targets)
     )
     return wider, by_target, adapter | wide
+
+
+def parted(
+    bases: Mapping[str, Entry], adapter: Adapter[Array], lora: LoRAConfig
+) -> tuple[LoRAConfig, Adapter[Array]]:
+    """Undoes `joined`, whose B is block diagonal; any other adapter stays as it is.
+
+    Without it, the rank would grow each time that an adapter is read, trained and
+    saved.
+
+    Args:
+        bases: the entry of every matrix that may be adapted.
+        adapter: an adapter as it was read.
+        lora: its config.
+
+    Returns:
+        (lora, adapter), of the rank before `joined`.
+    """
+    low_rank = {p: own for p, own in adapter.items() if isinstance(own, LoRAParams)}
+    modules = _modules(bases, low_rank)
+    count = max(map(len, modules))
+    size, rest = divmod(lora.rank, count)
+    if count == 1 or rest:
+        return lora, adapter
+    used = {path: _used(path, own, size) for path, own in low_rank.items()}
+    shared = [
+        [block for path in g for block in used[path]] for g in modules if len(g) > 1
+    ]
+    # A B of zeros may be of either kind.
+    if (
+        any(len(blocks) > 1 for blocks in used.values())
+        or any(len(set(blocks)) < len(blocks) for blocks in shared)
+        or not any(shared)
+    ):
+        return lora, adapter
+    made = dict(adapter)
+    for path, own in low_rank.items():
+        first = size * (used[path] or [0])[0]
+        made[path] = own.replace(  # type: ignore[attr-defined]
+            down=_cut(own.down, own.down.ndim - 1, first, size),
+            up=_cut(own.up, expert_dims(path), first, size),
+        )
+    factor = count**0.5 if lora.rank_stabilized else count
+    return replace(lora, rank=size, alpha=lora.alpha / factor), made
+
+
+def _used(path: str, own: LoRAParams[Array], size: int) -> list[int]:
+    """Returns the blocks of `size` rows of B that are not all zero."""
+    other = tuple(dim for dim in range(own.up.ndim) if dim != expert_dims(path))
+    rows = np.asarray(jnp.any(own.up != 0, axis=other))
+    return np.flatnonzero(rows.reshape(-1, size).any(axis=1)).tolist()
+
+
+def _cut(array: Array, dim: int, first: int, size: int) -> Array:
+    """Returns `size` entries of a dim from `first` on, in the array's sharding."""
+    found = jax.lax.slice_in_dim(array, first, first + size, axis=dim)
+    return jax.device_put(found, array.sharding)
+
+
+def _modules(bases: Mapping[str, Entry], adapted: Collection[str]) -> list[list[str]]:
+    """Returns the matrices of each adapted module, in its order."""
+    parts: dict[str, list[str]] = {}
+    for path, base in sorted(bases.items(), key=lambda item: item[1].slot.start):
+        parts.setdefault(base.name, []).append(path)
+    return [group for group in parts.values() if any(p in adapted for p in group)]
 
 
 def _side_by_side(
