@@ -25,9 +25,7 @@ PARTS = {"reasoning": ("reasoning_text", "rs"), "message": ("output_text", "msg"
 
 
 def input_of(fields: ResponsesFields) -> list[dict[str, Any]]:
-    """The items of a request; a text is a message of the user."""
-    if isinstance(fields.input, str):
-        return [{"type": "message", "role": "user", "content": fields.input}]
+    """The items of a request."""
     return [item.model_dump(exclude_none=True) for item in fields.input]
 
 

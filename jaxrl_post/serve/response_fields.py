@@ -102,6 +102,10 @@ type Item = Annotated[
 ]
 
 
+def _listed(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
 def _nests(level: str, *names: str) -> BeforeValidator:
     """Reads an object whose fields chats have one level deeper, under this name."""
 
@@ -155,10 +159,12 @@ class ResponsesFields(AllSampling):
     model_config = Fields.model_config
 
     model: str | None = None
-    input: (
-        str
-        | Annotated[list[Item], FIRST, Field(min_length=1, max_length=MOST_MESSAGES)]
-    )
+    input: Annotated[
+        list[Item],
+        FIRST,
+        Field(min_length=1, max_length=MOST_MESSAGES),
+        BeforeValidator(_listed),
+    ]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True

@@ -399,6 +399,7 @@ def continued(agent, said, stream, by_id, instructions="Be brief."):
         back = [item.to_dict() for item in first.output]
         given = {"input": [*items, *back, *more]}
     options = says("Done.", stream=stream, instructions=instructions) | given
+    options["max_output_tokens"] = 8
     return first, last_of(ask(agent.client, **options), stream)
 
 
@@ -467,11 +468,9 @@ def test_a_conversation_by_ids_has_the_tokens_of_one_by_items(client):
 
 
 def test_other_instructions_begin_a_segment(agent):
-    continued(agent, SAID[0], stream=False, by_id=True)
-    assert agent.record()["calls"] == {"first": 1, "bridged": 1}
     first = ask(agent.client, input=[ASK], instructions="Be brief.")
     ask(agent.client, input=[AGAIN], previous_response_id=first.id)
-    assert agent.record()["calls"]["edited"] == 1
+    assert agent.record()["calls"] == {"first": 1, "edited": 1}
 
 
 def test_players_of_an_episode_have_responses(agent):
@@ -655,8 +654,8 @@ def test_the_servers_limit_is_the_apps(served):
             "tool_choice",
         ),
         (
-            {"text": {"format": {"type": "json_schema", "name": "x"}}},
-            "text.format.json_schema",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": 3}}},
+            "text.format.json_schema.schema: Input should be",
             "text",
         ),
         (
