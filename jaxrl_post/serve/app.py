@@ -34,7 +34,6 @@ from jaxrl_post.serve.fields import (
 )
 from jaxrl_post.serve.response_fields import ResponsesFields
 from jaxrl_post.serve.responses import Responses
-from jaxrl_post.serve.stored import Stored
 
 __all__ = ["Access", "make_app"]
 
@@ -70,7 +69,7 @@ def make_app(
     served: Served,
     access: Access = Access(),
     episodes: Episodes | None = None,
-    stored: Stored | None = None,
+    responses: Responses | None = None,
 ) -> Starlette:
     """The application that serves a model.
 
@@ -78,10 +77,10 @@ def make_app(
         served: the model, whose service runs.
         access: who may ask what.
         episodes: where agents' episodes are kept; None for a store of its own.
-        stored: where responses are kept; None for a store of its own.
+        responses: where responses are kept; None for a store of its own.
     """
     episodes = Episodes() if episodes is None else episodes
-    responses = Responses(Stored() if stored is None else stored)
+    responses = Responses() if responses is None else responses
     created = int(time.time())
 
     card = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.serve.calls import ApiError
-from jaxrl_post.serve.fields import AllSampling, ChatFields
+from jaxrl_post.serve.fields import AllSampling, ChatFields, text_of
 from jaxrl_post.serve.response_fields import ResponsesFields, flat
 
 __all__ = ["Telling", "begun", "chat_of", "input_of", "messages_of"]
@@ -36,7 +36,8 @@ def messages_of(
 
     Args:
         items: of requests (`input_of`) and of responses (their `output`).
-        instructions: the first message, of the system; None for none.
+        instructions: the first message, of the system, to which further ones at the
+            beginning are joined; None for none.
 
     Raises:
         ApiError: the output of a call that is not among the items before it.
@@ -52,7 +53,7 @@ def messages_of(
     ['user', 'assistant', 'tool']
     """
     messages: list[dict[str, Any]] = []
-    if instructions is not None:
+    if instructions:
         messages.append({"role": "system", "content": instructions})
     called: set[str] = set()
     for item in items:
@@ -71,18 +72,18 @@ def messages_of(
                 {"role": "tool", "content": item["output"], "tool_call_id": name}
             )
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
+            role, text = item["role"].replace("developer", "system"), item["content"]
+            if role == "system" and len(messages) == 1 and messages[0]["role"] == role:
+                # Many templates take one message of the system, at the beginning.
+                messages[0]["content"] += f"\n\n{text}"
+            else:
+                messages.append({"role": role, "content": text})
         else:
             if not _continues(messages, kind):
                 messages.append({"role": "assistant", "content": ""})
             _say(messages[-1], item)
             called |= {item["call_id"]} if kind == "function_call" else set()
     return messages
-
-
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of an item's content: items of responses have parts, others a text."""
-    return content if isinstance(content, str) else "".join(p["text"] for p in content)
 
 
 def _continues(messages: Sequence[Mapping[str, Any]], kind: str) -> bool:
@@ -101,12 +102,12 @@ def _continues(messages: Sequence[Mapping[str, Any]], kind: str) -> bool:
 def _say(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     """Adds an item of the model to a message."""
     if item["type"] == "message":
-        message["content"] += _text(item["content"])
+        message["content"] += text_of(item["content"])
     elif item["type"] == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
-    elif text := _text(item.get("content", "")) or _text(item.get("summary", "")):
+    elif text := text_of(item.get("content", "")) or text_of(item.get("summary", "")):
         text = message.get("reasoning", "") + text
         # The names that `chat.py` gives it.
         message |= {"reasoning": text, "reasoning_content": text}

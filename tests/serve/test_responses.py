@@ -1,5 +1,6 @@
 """OpenAI's Responses API through the openai client, and what is recorded of it."""
 
+import asyncio
 import json
 import time
 
@@ -12,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.calls import ApiError
 from jaxrl_post.serve.items import messages_of
-from jaxrl_post.serve.stored import Stored
+from jaxrl_post.serve.responses import Responses
 from tests.serve.conftest import (
     listening,
     make_served,
@@ -282,6 +283,8 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
         ),
         (["assistant a", "reasoning r"], ["assistant a", "assistant  (r)"]),
         (["reasoning r", "reasoning s", "user u"], ["assistant  (rs)", "user u"]),
+        (["system a", "developer b", "user u"], ["system a\n\nb", "user u"]),
+        (["user u", "developer b", "system c"], ["user u", "system b", "system c"]),
     ],
 )
 def test_items_of_an_answer_are_one_message(items, messages):
@@ -488,19 +491,26 @@ def test_a_framework_that_speaks_responses_is_recorded(url):
     from pydantic_ai.models.openai import OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
+    async def converse(agent, said):
+        """Two turns, of which the framework keeps the history."""
+        options = {"base_url": f"{agent.url}/v1", "api_key": "none"}
+        async with openai.AsyncOpenAI(**options) as client:
+            extra = {"structured_outputs": {"choice": [said]}}
+            provider = OpenAIProvider(openai_client=client)
+            made = Framework(
+                OpenAIResponsesModel("tiny", provider=provider),
+                instructions="Be brief.",
+                model_settings={"extra_body": extra, "max_tokens": 64},
+                retries=0,
+            )
+            first = await made.run("What?")
+            second = await made.run("And?", message_history=first.all_messages())
+        return first.output, second.output
+
     for said in (SAID[0], SAID[1]):
         agent = Agent(url)
-        provider = OpenAIProvider(base_url=f"{agent.url}/v1", api_key="none")
-        extra = {"structured_outputs": {"choice": [said]}}
-        made = Framework(
-            OpenAIResponsesModel("tiny", provider=provider),
-            instructions="Be brief.",
-            model_settings={"extra_body": extra, "max_tokens": 64},
-            retries=0,
-        )
-        first = made.run_sync("What?")
-        second = made.run_sync("And?", message_history=first.all_messages())
-        assert first.output == second.output == said.rpartition("\n")[2]
+        outputs = asyncio.run(converse(agent, said))
+        assert outputs == (said.rpartition("\n")[2],) * 2
         assert agent.record()["calls"] == {"first": 1, "bridged": 1}
         agent.close()
 
@@ -525,7 +535,7 @@ def test_a_stored_response_is_there_until_it_is_deleted(client):
     ):
         with pytest.raises(openai.NotFoundError, match="there is no response 'resp_"):
             gone()
-    with pytest.raises(openai.BadRequestError, match="stream: a response that is kept"):
+    with pytest.raises(openai.BadRequestError, match="stream: what is kept is whole"):
         client.responses.retrieve(streaming.id, stream=True)
 
 
@@ -534,53 +544,53 @@ def kept(name, before=None, size=0):
     return response, [f"input of {name}"]
 
 
-def there(stored):
+def there(responses):
     """The ids of what is kept, the least recently used first."""
-    return "".join(stored._kept)
+    return "".join(responses._kept)
 
 
 def test_the_least_recently_used_responses_give_way():
-    stored = Stored(most=3)
+    responses = Responses(most=3)
     for name in "abc":
-        stored.add(*kept(name))
-    stored.find("a")
-    stored.add(*kept("d"))
-    assert there(stored) == "cad"
-    stored.remove("c")
-    stored.add(*kept("e"))
-    assert there(stored) == "ade"
+        responses.add(*kept(name))
+    responses.find("a")
+    responses.add(*kept("d"))
+    assert there(responses) == "cad"
+    responses.remove("c")
+    responses.add(*kept("e"))
+    assert there(responses) == "ade"
 
 
 def test_responses_have_a_limit_in_bytes():
-    stored = Stored(most_bytes=5000)
+    responses = Responses(most_bytes=5000)
     for name in "abcd":
-        stored.add(*kept(name, size=1500))
-    assert there(stored) == "bcd"
+        responses.add(*kept(name, size=1500))
+    assert there(responses) == "bcd"
     # Larger than all that may be kept.
-    stored.add(*kept("e", size=5000))
-    assert there(stored) == ""
-    stored.add(*kept("f", size=4000))
-    assert there(stored) == "f"
+    responses.add(*kept("e", size=5000))
+    assert there(responses) == ""
+    responses.add(*kept("f", size=4000))
+    assert there(responses) == "f"
 
 
 def test_a_conversation_that_goes_on_is_kept_from_its_beginning():
-    stored = Stored(most=4)
-    stored.add(*kept("a"))
-    stored.add(*kept("b", before="a"))
+    responses = Responses(most=4)
+    responses.add(*kept("a"))
+    responses.add(*kept("b", before="a"))
     for name in "xyz":
-        said = [each.said() for each in stored.conversation("b")]
-        assert said == [["input of a", ""], ["input of b", ""]]
-        stored.add(*kept(name))
-    assert there(stored) == "ybaz"
-    stored.remove("a")
+        said = [json.loads(each.items) for each in responses.conversation("b")]
+        assert said == [["input of a"], ["input of b"]]
+        responses.add(*kept(name))
+    assert there(responses) == "ybaz"
+    responses.remove("a")
     with pytest.raises(
         ApiError, match="previous_response_id: there is no response 'a'"
     ):
-        stored.conversation("b")
+        responses.conversation("b")
 
 
 def test_the_servers_limit_is_the_apps(served):
-    app = make_app(served, stored=Stored(most=1))
+    app = make_app(served, responses=Responses(most=1))
     with listening(served, app=app) as url:
 
         def post(**body):
