@@ -481,8 +481,8 @@ def event_stream(
     """Starts a call and streams server-sent events of it.
 
     An error in the middle of the stream is its last event. A client that does not read
-    holds the stream no longer than the time of the call. Events that have a type, as
-    those of the Responses API, are named by it, and [DONE] does not follow them.
+    holds the stream no longer than the time of the call. Events with a type, as the
+    Responses API has them, are named by it, and [DONE] does not follow them.
 
     Args:
         served: the model.

@@ -32,8 +32,7 @@ from jaxrl_post.serve.fields import (
     RewardFields,
     TokenizeFields,
 )
-from jaxrl_post.serve.response_fields import ResponsesFields
-from jaxrl_post.serve.responses import Responses
+from jaxrl_post.serve.responses import Responses, ResponsesFields
 
 __all__ = ["Access", "make_app"]
 

@@ -23,7 +23,7 @@ from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
 from jaxrl_post.serve.texts import Texts
 
-__all__ = ["Asked", "answer"]
+__all__ = ["AskedChat", "answer"]
 
 
 async def answer(
@@ -44,11 +44,11 @@ async def answer(
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    return await (await Asked.of(served, fields, recorder)).answer(http)
+    return await (await AskedChat.of(served, fields, recorder)).answer(http)
 
 
 @dataclass(frozen=True)
-class Asked(answers.Asked):
+class AskedChat(answers.Asked):
     """A request, read.
 
     Attributes:
@@ -68,7 +68,7 @@ class Asked(answers.Asked):
     @classmethod
     async def of(
         cls, served: Served, fields: ChatFields, recorder: Recorder | None
-    ) -> "Asked":
+    ) -> "AskedChat":
         """Reads and checks a request; slow work runs in a thread.
 
         Raises:
@@ -211,7 +211,7 @@ class Asked(answers.Asked):
         return super().usage(updates) | details
 
     def _thought(self, update: SampleUpdate) -> int:
-        """How many tokens of a sample it takes until its reasoning is whole."""
+        """Counts the tokens of a sample up to the end of its reasoning."""
         reasoning = self.reply(update).reasoning
         if not reasoning:
             return 0
@@ -365,7 +365,7 @@ class _Told:
 class _Choices:
     """The pieces of a stream's choices."""
 
-    asked: Asked
+    asked: AskedChat
     told: dict[int, _Told] = field(default_factory=dict)
 
     def piece(self, update: SampleUpdate) -> dict[str, Any] | None:

@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.calls import ApiError
-from jaxrl_post.serve.items import messages_of
 from jaxrl_post.serve.responses import Responses
+from jaxrl_post.serve.responses.items import messages_of
 from tests.serve.conftest import (
     listening,
     make_served,
@@ -77,7 +77,7 @@ def streamed(url, **body):
 
 
 def parts_of(items):
-    """What items say, without their ids."""
+    """The names and texts of items, without their ids."""
     found = []
     for item in items:
         if item["type"] == "function_call":
@@ -132,7 +132,7 @@ def test_a_stream_tells_what_the_answer_says(client, url, said):
     calls = [p for p in parts_of(whole["output"]) if p[0] == "add"]
     assert [p for p in parts_of(told["output"]) if p[0] == "add"] == calls
     assert len(calls) == said.count("<tool_call>")
-    # Every answer has something that an agent can go on with.
+    # No answer is a thought alone, after which an agent would not know what to do.
     assert told["output"][-1]["type"] in ("message", "function_call")
     items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
     assert items == told["output"]
@@ -275,7 +275,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
             ["reasoning r", "assistant a", CALLED, CALLED | {"call_id": "c2"}, OUTPUT],
             ["assistant a (r) [c1 c2]", "tool 3"],
         ),
-        # What follows a call, before its output, is of the same answer.
+        # Text between a call and its output belongs to the same answer.
         ([CALLED, "assistant b", OUTPUT], ["assistant b [c1]", "tool 3"]),
         (
             [CALLED, OUTPUT, "reasoning r", CALLED, OUTPUT],
@@ -492,7 +492,7 @@ def test_a_framework_that_speaks_responses_is_recorded(url):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     async def converse(agent, said):
-        """Two turns, of which the framework keeps the history."""
+        """Two turns; the framework keeps the history."""
         options = {"base_url": f"{agent.url}/v1", "api_key": "none"}
         async with openai.AsyncOpenAI(**options) as client:
             extra = {"structured_outputs": {"choice": [said]}}
@@ -515,7 +515,7 @@ def test_a_framework_that_speaks_responses_is_recorded(url):
         agent.close()
 
 
-# What is kept.
+# Stored responses.
 
 
 def test_a_stored_response_is_there_until_it_is_deleted(client):

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl_post.serve.calls import ApiError
 from jaxrl_post.serve.fields import AllSampling, ChatFields, text_of
-from jaxrl_post.serve.response_fields import ResponsesFields, flat
+from jaxrl_post.serve.responses.fields import ResponsesFields, flat
 
 __all__ = ["Telling", "begun", "chat_of", "input_of", "messages_of"]
 
@@ -152,7 +152,7 @@ def chat_of(
 
 
 def begun(fields: ResponsesFields, model: str) -> dict[str, Any]:
-    """A response of which nothing has been sampled."""
+    """A response to which nothing has been said yet."""
     choice, form = fields.tool_choice, fields.text.format
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -256,7 +256,7 @@ class Telling:
             "completed_at": None if cut else int(time.time()),
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                # What the sampler had in its cache is not known here.
+                # The share of the sampler's cache is not known here.
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": usage["completion_tokens_details"],

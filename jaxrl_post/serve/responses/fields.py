@@ -2,7 +2,7 @@
 
 An item of the input may have further fields, such as `id` and `status`, which are
 dropped: clients send items back as they got them, and no template reads these. All
-other fields are as strict as those of `fields.py`.
+other fields are as strict as the fields of the other routes.
 """
 
 from typing import Annotated, Any, Literal
@@ -76,7 +76,7 @@ class FunctionCallOutput(_Item):
 
 
 class Reasoning(_Item):
-    """What the model thought before an answer."""
+    """Thoughts of the model before an answer."""
 
     type: Literal["reasoning"]
     content: Text = ""
@@ -144,7 +144,7 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """Options of the reasoning, all of whose text is in the answer."""
+    """Options of the reasoning, whose text is in the answer in any case."""
 
     effort: str | None = None
     summary: Annotated[str | None, neutral("auto")] = None

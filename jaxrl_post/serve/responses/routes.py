@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_post.serve import chat
 from jaxrl_post.serve.calls import ApiError, Served, invalid, unforeseen
 from jaxrl_post.serve.fields import ChatFields
-from jaxrl_post.serve.items import Telling, begun, chat_of, input_of
 from jaxrl_post.serve.recorded import Recorder
-from jaxrl_post.serve.response_fields import ResponsesFields
+from jaxrl_post.serve.responses.fields import ResponsesFields
+from jaxrl_post.serve.responses.items import Telling, begun, chat_of, input_of
 
 __all__ = ["Kept", "Responses"]
 
@@ -80,7 +80,7 @@ class Responses:
             ) from error
         try:
             given = await asyncio.to_thread(_chat, fields, before)
-            asked = await chat.Asked.of(served, given, recorder)
+            asked = await chat.AskedChat.of(served, given, recorder)
         except ValidationError as error:
             raise _renamed(invalid(error)) from error
         except ApiError as error:
