@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxrl_post.data import chat as templates
-from jaxrl_post.data.replies import Reply, parse
+from jaxrl_post.data.replies import THOUGHT, Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
@@ -215,6 +216,11 @@ class AskedChat(answers.Asked):
         reasoning = self.reply(update).reasoning
         if not reasoning:
             return 0
+        mark = self.served.tokenizer.backend.token_to_id(THOUGHT)
+        if self.served.form.thinks and mark is not None:
+            # Of a long thought, many texts would take long to decode.
+            found = np.flatnonzero(update.tokens.ids == mark)
+            return int(found[0]) if len(found) else len(update.tokens)
 
         def length(count: int) -> int:
             # More tokens never make the reasoning of an unfinished sample shorter.

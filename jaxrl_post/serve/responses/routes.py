@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +19,12 @@ from jaxrl_post.serve.responses.items import Telling, begun, chat_of, input_of
 
 __all__ = ["Kept", "Responses"]
 
-# Fields of chats, and what a request calls them.
-NAMES = {"messages": "input", "response_format": "text.format"}
+# Fields of chats, as errors name them, and what a request calls them.
+NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+}
 
 
 class Kept(NamedTuple):
@@ -213,9 +218,8 @@ def _chat(fields: ResponsesFields, before: Sequence[Kept]) -> ChatFields:
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """An error of a chat, with the name that its field has in a request."""
-    if error.param in NAMES:
-        name = NAMES[error.param]
-        error.message = error.message.replace(error.param, name, 1)
-        error.param = name
+    """An error of a chat, with the names that its fields have in a request."""
+    for name, own in NAMES.items():
+        error.message = re.sub(rf"\b{name}\b", own, error.message)
+    error.param = NAMES.get(error.param or "", error.param)
     return error
