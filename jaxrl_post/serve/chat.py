@@ -218,7 +218,7 @@ class AskedChat(answers.Asked):
             return 0
         mark = self.served.tokenizer.backend.token_to_id(THOUGHT)
         if self.served.form.thinks and mark is not None:
-            # Of a long thought, many texts would take long to decode.
+            # To decode parts of a long thought takes long.
             found = np.flatnonzero(update.tokens.ids == mark)
             return int(found[0]) if len(found) else len(update.tokens)
 

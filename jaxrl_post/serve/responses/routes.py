@@ -20,11 +20,7 @@ from jaxrl_post.serve.responses.items import Telling, begun, chat_of, input_of
 __all__ = ["Kept", "Responses"]
 
 # Fields of chats, as errors name them, and what a request calls them.
-NAMES = {
-    "messages": "input",
-    "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
-}
+NAMES = {"messages": "input", "response_format": "text.format"}
 
 
 class Kept(NamedTuple):
