@@ -20,8 +20,8 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 
 PROGRAM = cli.Program(
     name="launch.serve",
-    description="Serves a model over HTTP, as OpenAI's API (chat, completions) and as "
-    "token ids in and out (/inference/v1/generate).",
+    description="Serves a model over HTTP, as OpenAI's API (responses, chat, "
+    "completions) and as token ids in and out (/inference/v1/generate).",
     default=lambda arguments: ServeConfig(model=tyro.MISSING),
     load=load,
     check=check_server,

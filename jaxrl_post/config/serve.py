@@ -63,6 +63,9 @@ class ServeConfig:
         max_episodes: most episodes of agents that are kept, open or ended; a further
             one replaces the oldest that has ended.
         episode_deadline_s: seconds after which an episode ends by itself.
+        max_responses: most responses (/v1/responses) that are kept for requests that
+            continue them; the least recently used ones give way.
+        max_responses_mib: most MiB of these responses and their inputs.
         max_body_mib: most MiB of a request's body.
         timeout_s: most seconds for an answer, its time in the queue included.
         grace_s: after SIGTERM or Ctrl-C, most seconds to finish running answers.
@@ -90,6 +93,8 @@ class ServeConfig:
     max_samples: Annotated[int, COUNT] = 4096
     max_episodes: Annotated[int, COUNT] = 4096
     episode_deadline_s: Annotated[float, POSITIVE] = 3600.0
+    max_responses: Annotated[int, COUNT] = 16384
+    max_responses_mib: Annotated[float, POSITIVE] = 256.0
     max_body_mib: Annotated[float, POSITIVE] = 4.0
     timeout_s: Annotated[float, POSITIVE] = 600.0
     grace_s: Annotated[float, NOT_NEGATIVE] = 30.0

@@ -39,6 +39,7 @@ try:
     from jaxrl_post.serve.calls import Served
     from jaxrl_post.serve.episodes import Episodes
     from jaxrl_post.serve.grammars.compiler import COMPILE_S, Grammars
+    from jaxrl_post.serve.responses import Responses
     from jaxrl_post.serve.service import Service
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -99,7 +100,9 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
             served = served_model(config, model, service)
             _tell_unsupported(config, model.source, console)
             episodes = Episodes(config.max_episodes, config.episode_deadline_s)
-            app = make_app(served, _access(config), episodes)
+            most_bytes = int(config.max_responses_mib * 2**20)
+            responses = Responses(config.max_responses, most_bytes)
+            app = make_app(served, _access(config), episodes, responses)
             server = _Server(app, service, config.grace_s)
             host, port = listener.getsockname()[:2]
             at = f"[{host}]" if ":" in host else host

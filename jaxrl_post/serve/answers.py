@@ -166,8 +166,26 @@ class Asked(abc.ABC):
             ApiError: as `Call`.
         """
         if self.fields.stream:
-            call = Call(self.served, self.wanted, partial=True)
-            return event_stream(self.served, call, self._events(call), self.drop)
+            return self.stream(self.events)
+        return JSONResponse(await self.body(http))
+
+    def stream(
+        self, events: Callable[[Call], AsyncIterator[Mapping[str, Any]]]
+    ) -> Response:
+        """Begins to sample, and answers by the events of the call.
+
+        Raises:
+            ApiError: as `Call.start`.
+        """
+        call = Call(self.served, self.wanted, partial=True)
+        return event_stream(self.served, call, events(call), self.drop)
+
+    async def body(self, http: HttpRequest) -> dict[str, Any]:
+        """Samples, records what was sampled, and returns the whole answer.
+
+        Raises:
+            ApiError: as `Call`.
+        """
         try:
             found = await collected(http, self.served, self.wanted)
             updates = [u for of_prompt in found for u in self.shown(of_prompt)]
@@ -181,38 +199,44 @@ class Asked(abc.ABC):
                 _require_sendable(body)
             for choice, update in zip(choices, updates, strict=True):
                 self.record(choice, update, choice.get("message"))
-            return JSONResponse(body)
+            return body
         finally:
             self.drop()
 
     def _body(self, updates: Sequence[SampleUpdate]) -> dict[str, Any]:
         """The answer of finished samples."""
         choices = [self.choice(update) for update in updates]
-        sampled = sum(len(update.tokens) for update in updates)
         return self.head(stream=False) | {
             "choices": choices,
-            "usage": self._usage(sampled),
+            "usage": self.usage(updates),
             **self.extras(choices, updates),
         }
 
-    async def _events(self, call: Call) -> AsyncIterator[Mapping[str, Any]]:
-        head, piece_of, sampled = self.head(stream=True), self.pieces(), 0
+    async def events(self, call: Call) -> AsyncIterator[Mapping[str, Any]]:
+        """The events of a stream; records samples as they end."""
+        head, piece_of = self.head(stream=True), self.pieces()
+        begin: float | None = time.perf_counter()
+        ended: list[SampleUpdate] = []
         if told := self.extras(()):
             yield head | {"choices": [], **told}
         async for _, update in call.updates():
+            if begin is not None:
+                self.served.metrics.first_token.observe(time.perf_counter() - begin)
+                begin = None
             [update] = self.shown([update])
             piece = piece_of(update)
             if update.finish_reason is not None:
-                sampled += len(update.tokens)
+                ended.append(update)
             if piece is not None:
                 yield head | {"choices": [piece]}
         options = self.fields.stream_options
         if options is not None and options.include_usage:
-            yield head | {"choices": [], "usage": self._usage(sampled)}
+            yield head | {"choices": [], "usage": self.usage(ended)}
 
-    def _usage(self, sampled: int) -> dict[str, int]:
+    def usage(self, updates: Sequence[SampleUpdate]) -> dict[str, Any]:
         """Counts of tokens; a prompt counts once, however many samples it has."""
         before = sum(len(each.prompt) for each in self.wanted)
+        sampled = sum(len(update.tokens) for update in updates)
         return {
             "prompt_tokens": before,
             "completion_tokens": sampled,
@@ -457,7 +481,8 @@ def event_stream(
     """Starts a call and streams server-sent events of it.
 
     An error in the middle of the stream is its last event. A client that does not read
-    holds the stream no longer than the time of the call.
+    holds the stream no longer than the time of the call. Events with a type, as the
+    Responses API has them, are named by it, and [DONE] does not follow them.
 
     Args:
         served: the model.
@@ -475,19 +500,18 @@ def event_stream(
         raise
 
     async def lines() -> AsyncIterator[str]:
-        begin = time.perf_counter()
-        first = True
+        typed = False
         try:
             async for event in events:
-                if first:
-                    served.metrics.first_token.observe(time.perf_counter() - begin)
-                    first = False
-                yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+                typed = "type" in event
+                name = f"event: {event['type']}\n" if typed else ""
+                yield f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
         except ApiError as error:
             yield f"data: {json.dumps(error.to_json())}\n\n"
         except Exception as error:
             yield f"data: {json.dumps(unforeseen(error).to_json())}\n\n"
-        yield "data: [DONE]\n\n"
+        if not typed:
+            yield "data: [DONE]\n\n"
 
     def over() -> None:
         call.stop()

@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import json
 import re
-import reprlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl_post.serve import chat, completions, generate
-from jaxrl_post.serve.calls import ApiError, Served, unforeseen
+from jaxrl_post.serve.calls import ApiError, Served, invalid, unforeseen
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.fields import (
-    MOST_TOLD,
-    UNKNOWN,
     ChatFields,
     ChatTokensFields,
     CompletionFields,
@@ -35,6 +32,7 @@ from jaxrl_post.serve.fields import (
     RewardFields,
     TokenizeFields,
 )
+from jaxrl_post.serve.responses import Responses, ResponsesFields
 
 __all__ = ["Access", "make_app"]
 
@@ -46,8 +44,6 @@ MOST_LEVELS = 128
 MOST_CONTAINERS = 2**18
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# Values in messages of errors.
-SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)
 # Routes without a key: whether the server is up.
 OPEN_ROUTES = ("/health",)
 
@@ -69,7 +65,10 @@ type Handler = Callable[[HttpRequest, Served, Any], Awaitable[Response]]
 
 
 def make_app(
-    served: Served, access: Access = Access(), episodes: Episodes | None = None
+    served: Served,
+    access: Access = Access(),
+    episodes: Episodes | None = None,
+    responses: Responses | None = None,
 ) -> Starlette:
     """The application that serves a model.
 
@@ -77,8 +76,10 @@ def make_app(
         served: the model, whose service runs.
         access: who may ask what.
         episodes: where agents' episodes are kept; None for a store of its own.
+        responses: where responses are kept; None for a store of its own.
     """
     episodes = Episodes() if episodes is None else episodes
+    responses = Responses() if responses is None else responses
     created = int(time.time())
 
     card = {
@@ -131,10 +132,17 @@ def make_app(
     episode = "/episodes/{id}"
     player = f"{episode}/players/{{player}}"
 
+    def kept(base: str) -> list[Route]:
+        """The routes of responses that are kept."""
+        path = f"{base}/v1/responses/{{response}}"
+        return [get(path, responses.shown), get(path, responses.forgotten, "DELETE")]
+
     def sampling(base: str) -> list[Route]:
         """The routes of an episode's calls."""
         recorded = episodes.recorded
         return [
+            post(f"{base}/v1/responses", ResponsesFields, recorded(responses.answer)),
+            *kept(base),
             post(f"{base}/v1/chat/completions", ChatFields, recorded(chat.answer)),
             post(
                 f"{base}/v1/completions", CompletionFields, recorded(completions.answer)
@@ -148,6 +156,8 @@ def make_app(
 
     return Starlette(
         routes=[
+            post("/v1/responses", ResponsesFields, responses.answer),
+            *kept(""),
             post("/v1/chat/completions", ChatFields, chat.answer),
             post("/v1/chat/completions/tokens", ChatTokensFields, chat.answer),
             post("/v1/completions", CompletionFields, completions.answer),
@@ -263,7 +273,7 @@ def _read[Fields: BaseModel](fields: type[Fields], body: bytes) -> Fields:
     try:
         return fields.model_validate(value)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise invalid(error) from error
 
 
 def _check_structure(body: bytes) -> None:
@@ -284,21 +294,6 @@ def _check_structure(body: bytes) -> None:
     steps = (1 if each in b"[{" else -1 for each in bare)
     if max(accumulate(steps), default=0) > MOST_LEVELS:
         raise ApiError(400, f"the body is nested more than {MOST_LEVELS} levels deep")
-
-
-def _invalid(error: ValidationError) -> ApiError:
-    """The first things that are wrong, by the names of their fields."""
-    errors, told = error.errors(include_url=False, include_context=False), []
-    for each in errors[:MOST_TOLD]:
-        place = ".".join(str(part) for part in each["loc"])
-        message = each["msg"].removeprefix("Value error, ")
-        if each["type"] == "extra_forbidden":
-            message = UNKNOWN
-        if each["type"] not in ("missing", "extra_forbidden", "value_error"):
-            message += f"; got {SHORT.repr(each.get('input'))}"
-        told.append(f"{place}: {message}" if place else message)
-    place = errors[0]["loc"]
-    return ApiError(400, "; ".join(told), param=str(place[0]) if place else None)
 
 
 def _error(error: ApiError) -> Response:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import logging
+import reprlib
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
 from jaxrl_post.data.lengths import Lengths
@@ -19,7 +21,7 @@ from jaxrl_post.data.replies import Format
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.sampler import Request, SamplingParams
 from jaxrl_post.sampler.requests import Constraint
-from jaxrl_post.serve.fields import StructuredOutputs
+from jaxrl_post.serve.fields import MOST_TOLD, UNKNOWN, StructuredOutputs
 from jaxrl_post.serve.grammars.compiler import GrammarError, Grammars
 from jaxrl_post.serve.metrics import Metrics
 from jaxrl_post.serve.service import BusyError, ClosedError, SampleUpdate, Service
@@ -31,6 +33,7 @@ __all__ = [
     "Served",
     "Wanted",
     "collected",
+    "invalid",
     "logprobs_of",
     "unforeseen",
 ]
@@ -39,6 +42,8 @@ _LOGGER = logging.getLogger(__name__)
 
 # JSON has no infinity; clients know this number.
 LEAST_LOGPROB = -9999.0
+# Values in messages of errors.
+SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlong=60)
 # Most letters of a message, which may quote what a client sent.
 MOST_LETTERS = 2000
 
@@ -80,6 +85,21 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def invalid(error: ValidationError) -> ApiError:
+    """The first things that are wrong, by the names of their fields."""
+    errors, told = error.errors(include_url=False, include_context=False), []
+    for each in errors[:MOST_TOLD]:
+        place = ".".join(str(part) for part in each["loc"])
+        message = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden":
+            message = UNKNOWN
+        if each["type"] not in ("missing", "extra_forbidden", "value_error"):
+            message += f"; got {SHORT.repr(each.get('input'))}"
+        told.append(f"{place}: {message}" if place else message)
+    place = errors[0]["loc"]
+    return ApiError(400, "; ".join(told), param=str(place[0]) if place else None)
 
 
 def unforeseen(error: Exception) -> ApiError:

@@ -1,17 +1,19 @@
 """`POST /v1/chat/completions`."""
 
 import asyncio
+import bisect
 import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxrl_post.data import chat as templates
-from jaxrl_post.data.replies import Reply, parse
+from jaxrl_post.data.replies import THOUGHT, Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
@@ -22,7 +24,7 @@ from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
 from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
 from jaxrl_post.serve.texts import Texts
 
-__all__ = ["answer"]
+__all__ = ["AskedChat", "answer"]
 
 
 async def answer(
@@ -43,12 +45,19 @@ async def answer(
         ApiError: names what is wrong with the request.
     """
     served.check_model(fields.model)
-    return await (await _Asked.of(served, fields, recorder)).answer(http)
+    return await (await AskedChat.of(served, fields, recorder)).answer(http)
 
 
 @dataclass(frozen=True)
-class _Asked(answers.Asked):
-    """A request, read."""
+class AskedChat(answers.Asked):
+    """A request, read.
+
+    Attributes:
+        texts: decodes what is sampled.
+        thinking: whether the prompt ends inside the reasoning.
+        tools: whether tool calls are read.
+        schemas: of the tools' arguments, by name.
+    """
 
     texts: Texts
     thinking: bool
@@ -60,7 +69,7 @@ class _Asked(answers.Asked):
     @classmethod
     async def of(
         cls, served: Served, fields: ChatFields, recorder: Recorder | None
-    ) -> "_Asked":
+    ) -> "AskedChat":
         """Reads and checks a request; slow work runs in a thread.
 
         Raises:
@@ -195,6 +204,31 @@ class _Asked(answers.Asked):
     def pieces(self) -> Callable[[SampleUpdate], dict[str, Any] | None]:
         """A function that tells a stream what is new in a choice."""
         return _Choices(self).piece
+
+    def usage(self, updates: Sequence[SampleUpdate]) -> dict[str, Any]:
+        """Counts of tokens, with the part of them that is reasoning."""
+        thought = sum(map(self._thought, updates))
+        details = {"completion_tokens_details": {"reasoning_tokens": thought}}
+        return super().usage(updates) | details
+
+    def _thought(self, update: SampleUpdate) -> int:
+        """Counts the tokens of a sample up to the end of its reasoning."""
+        reasoning = self.reply(update).reasoning
+        if not reasoning:
+            return 0
+        mark = self.served.tokenizer.backend.token_to_id(THOUGHT)
+        if self.served.form.thinks and mark is not None:
+            # To decode parts of a long thought takes long.
+            found = np.flatnonzero(update.tokens.ids == mark)
+            return int(found[0]) if len(found) else len(update.tokens)
+
+        def length(count: int) -> int:
+            # More tokens never make the reasoning of an unfinished sample shorter.
+            begun = replace(update, tokens=update.tokens[:count], finish_reason=None)
+            return len(self.reply(begun).reasoning or "")
+
+        counts = range(len(update.tokens))
+        return bisect.bisect_left(counts, len(reasoning), key=length)
 
     def logprobs(self, update: SampleUpdate, first: int) -> dict[str, Any] | None:
         """The log-probs of the tokens from `first` on, if the request asks for them."""
@@ -337,7 +371,7 @@ class _Told:
 class _Choices:
     """The pieces of a stream's choices."""
 
-    asked: _Asked
+    asked: AskedChat
     told: dict[int, _Told] = field(default_factory=dict)
 
     def piece(self, update: SampleUpdate) -> dict[str, Any] | None:

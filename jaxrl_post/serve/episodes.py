@@ -2,6 +2,7 @@
 
 POST /episodes                            opens one: {"id", "base_url"}
 POST /episodes/ID/v1/chat/completions     the agent's calls, by any client
+POST /episodes/ID/v1/responses            the same, as OpenAI's newer API has them
 POST /episodes/ID/v1/completions          the same, of token ids
 POST /episodes/ID/inference/v1/generate   the same, token ids in and out
 POST /episodes/ID/reward                  a reward, of a turn or of the episode

@@ -9,6 +9,7 @@ every server (`GenerateSampling`).
 """
 
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,21 +25,36 @@ from jaxrl_post.sampler.requests import MOST_ALTERNATIVES, MOST_FLOAT, MOST_INT
 from jaxrl_post.sampler.sizes import MOST_BIASES
 
 __all__ = [
+    "FIRST",
+    "MOST_MESSAGES",
     "MOST_TOLD",
+    "MOST_TOOLS",
     "UNKNOWN",
+    "AllSampling",
     "ChatFields",
     "ChatTokensFields",
     "CompletionFields",
     "DetokenizeFields",
     "EndFields",
     "EpisodeFields",
+    "Fields",
     "GenerateFields",
     "JsonSchema",
+    "Loose",
+    "Nothing",
+    "Parts",
+    "Positive",
+    "ResponseFormat",
     "RewardFields",
     "SamplingFields",
+    "StreamOptions",
     "StructuredOutputs",
     "TokenizeFields",
     "Tool",
+    "ToolChoice",
+    "TopLogprobs",
+    "neutral",
+    "text_of",
 ]
 
 MOST_CHOICES = 128
@@ -47,6 +63,11 @@ MOST_WORDS = 128
 MOST_MESSAGES = 16_384
 MOST_PARTS = 16_384
 MOST_TOOLS = 1_024
+# Types of parts with text: of chats, of responses, and of both.
+TEXTS = (
+    *("text", "input_text", "output_text", "reasoning_text", "summary_text"),
+    "refusal",
+)
 # Most errors that an answer names.
 MOST_TOLD = 5
 UNKNOWN = "there is no such field here; is it misspelt?"
@@ -55,14 +76,38 @@ UNKNOWN = "there is no such field here; is it misspelt?"
 FIRST = FailFast()
 
 
-def _neutral(*allowed: Any) -> AfterValidator:
+def neutral(*allowed: Any) -> AfterValidator:
+    """Refuses values other than these, which ask for nothing; the first is told."""
+
     def check(value: Any) -> Any:
         if value is not None and value not in allowed:
-            neutral = "" if allowed[0] is None else f", or give {allowed[0]!r}"
-            raise ValueError(f"this sampler does not have it; leave it out{neutral}")
+            other = "" if allowed[0] is None else f", or give {allowed[0]!r}"
+            raise ValueError(f"this sampler does not have it; leave it out{other}")
         return value
 
     return AfterValidator(check)
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a message's content, whose parts are joined.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type")
+        # A refusal is what an earlier answer says, under another name.
+        name = kind if kind == "refusal" else "text"
+        text = part.get(name) if kind in TEXTS else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"this model reads text alone; got a part of type {kind!r:.80}"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 type Positive = Annotated[int, Field(ge=1, le=MOST_INT)]
@@ -75,7 +120,7 @@ type TokenIds = Annotated[list[TokenId], FIRST]
 type Parts = Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_PARTS)]
 type TopK = Annotated[int, Field(ge=-1, le=MOST_INT)]
 type TopLogprobs = Annotated[int | None, Field(ge=0, le=MOST_ALTERNATIVES)]
-type Nothing = Annotated[Any, _neutral(None)]
+type Nothing = Annotated[Any, neutral(None)]
 type Penalty = Annotated[float, Field(ge=-2, le=2)]
 type BiasedId = Annotated[int, Field(ge=0, le=MOST_INT)]
 type Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -106,24 +151,26 @@ class _Read(BaseModel):
         }
 
 
-class _Fields(_Read):
+class Fields(_Read):
+    """Fields, and no others."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class _Loose(_Read):
+class Loose(_Read):
     """Fields with further ones allowed, since templates read them."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
-class JsonSchema(_Loose):
+class JsonSchema(Loose):
     """A schema of `response_format`."""
 
     name: str = "answer"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     """Form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -138,7 +185,7 @@ class ResponseFormat(_Fields):
         return self
 
 
-class StructuredOutputs(_Fields):
+class StructuredOutputs(Fields):
     """Form that the answer must have, as vLLM writes it; one of its fields is given."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -154,12 +201,12 @@ class StructuredOutputs(_Fields):
         return self
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """Options of a stream, in addition to the answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: Annotated[bool, _neutral(False)] = False
-    include_obfuscation: Annotated[bool, _neutral(False)] = False
+    continuous_usage_stats: Annotated[bool, neutral(False)] = False
+    include_obfuscation: Annotated[bool, neutral(False)] = False
 
 
 class AllSampling(_Read):
@@ -180,8 +227,8 @@ class AllSampling(_Read):
     presence_penalty: Penalty = 0
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MOST_BIASES)] = {}
-    best_of: Annotated[int | None, _neutral(1)] = None
-    use_beam_search: Annotated[bool, _neutral(False)] = False
+    best_of: Annotated[int | None, neutral(1)] = None
+    use_beam_search: Annotated[bool, neutral(False)] = False
     min_tokens: Annotated[int, Field(ge=0, le=MOST_INT)] = 0
     prompt_logprobs: TopLogprobs = None
     allowed_token_ids: Nothing = None
@@ -191,22 +238,22 @@ class AllSampling(_Read):
 class SamplingFields(AllSampling):
     """Fields that chats and completions have."""
 
-    model_config = _Fields.model_config
+    model_config = Fields.model_config
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
-    include_stop_str_in_output: Annotated[bool, _neutral(False)] = False
+    include_stop_str_in_output: Annotated[bool, neutral(False)] = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: Annotated[bool, _neutral(True)] = True
-    length_penalty: Annotated[float | None, _neutral(1)] = None
+    spaces_between_special_tokens: Annotated[bool, neutral(True)] = True
+    length_penalty: Annotated[float | None, neutral(1)] = None
     truncate_prompt_tokens: Nothing = None
-    logits_processors: Annotated[Any, _neutral([])] = None
-    return_tokens_as_token_ids: Annotated[bool, _neutral(False)] = False
+    logits_processors: Annotated[Any, neutral([])] = None
+    return_tokens_as_token_ids: Annotated[bool, neutral(False)] = False
     kv_transfer_params: Nothing = None
-    vllm_xargs: Annotated[Any, _neutral({})] = None
+    vllm_xargs: Annotated[Any, neutral({})] = None
     # These fields ask for no behaviour.
     user: Any = None
     metadata: Any = None
@@ -228,7 +275,7 @@ class SamplingFields(AllSampling):
         return self
 
 
-class FunctionTool(_Loose):
+class FunctionTool(Loose):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -236,7 +283,7 @@ class FunctionTool(_Loose):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Fields):
+class Tool(Fields):
     """A tool; functions are all there are."""
 
     type: Literal["function"] = "function"
@@ -246,27 +293,27 @@ class Tool(_Fields):
 type Tools = Annotated[list[Tool], FIRST, Field(max_length=MOST_TOOLS)]
 
 
-class NamedFunction(_Fields):
+class NamedFunction(Fields):
     """The name of a function."""
 
     name: str
 
 
-class ToolChoice(_Fields):
+class ToolChoice(Fields):
     """The function that has to be called."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class CalledFunction(_Loose):
+class CalledFunction(Loose):
     """A function with its arguments, in an earlier message."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class CalledTool(_Loose):
+class CalledTool(Loose):
     """A tool call of an earlier message."""
 
     id: str | None = None
@@ -274,7 +321,7 @@ class CalledTool(_Loose):
     function: CalledFunction
 
 
-class ChatMessage(_Loose):
+class ChatMessage(Loose):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -306,16 +353,16 @@ class ChatFields(SamplingFields):
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: Annotated[bool, _neutral(False)] = False
-    echo: Annotated[bool, _neutral(False)] = False
-    include_reasoning: Annotated[bool, _neutral(True)] = True
-    verbosity: Annotated[str | None, _neutral("medium")] = None
-    modalities: Annotated[Any, _neutral(["text"])] = None
+    add_special_tokens: Annotated[bool, neutral(False)] = False
+    echo: Annotated[bool, neutral(False)] = False
+    include_reasoning: Annotated[bool, neutral(True)] = True
+    verbosity: Annotated[str | None, neutral("medium")] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
     audio: Nothing = None
     prediction: Nothing = None
     web_search_options: Nothing = None
-    functions: Annotated[Any, _neutral([])] = None
-    function_call: Annotated[Any, _neutral("none", "auto")] = None
+    functions: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral("none", "auto")] = None
     chat_template: Nothing = None
     mm_processor_kwargs: Nothing = None
 
@@ -358,7 +405,7 @@ class CompletionFields(SamplingFields):
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], FIRST]
     logprobs: TopLogprobs = None
     echo: bool = False
-    suffix: Annotated[str | None, _neutral("")] = None
+    suffix: Annotated[str | None, neutral("")] = None
     add_special_tokens: bool = True
 
     @property
@@ -402,13 +449,13 @@ class GenerateSampling(AllSampling):
         return self
 
 
-class GenerateFields(_Fields):
+class GenerateFields(Fields):
     """`POST /inference/v1/generate`."""
 
     model: str | None = None
     token_ids: Annotated[list[TokenId], FIRST, Field(min_length=1)]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
-    stream: Annotated[bool, _neutral(False)] = False
+    stream: Annotated[bool, neutral(False)] = False
     request_id: str | None = None
     cache_salt: Any = None
     priority: Any = None
@@ -416,7 +463,7 @@ class GenerateFields(_Fields):
     features: Nothing = None
 
 
-class TokenizeFields(_Fields):
+class TokenizeFields(Fields):
     """`POST /tokenize`: a text, or a conversation."""
 
     model: str | None = None
@@ -438,14 +485,14 @@ class TokenizeFields(_Fields):
         return self
 
 
-class DetokenizeFields(_Fields):
+class DetokenizeFields(Fields):
     """`POST /detokenize`: the text of token ids, special ones too."""
 
     model: str | None = None
     tokens: TokenIds
 
 
-class EpisodeFields(_Fields):
+class EpisodeFields(Fields):
     """`POST /episodes`."""
 
     id: str | None = None
@@ -453,7 +500,7 @@ class EpisodeFields(_Fields):
     deadline_s: Annotated[float | None, Field(gt=0)] = None
 
 
-class RewardFields(_Fields):
+class RewardFields(Fields):
     """`POST /episodes/ID/reward`: of a turn, or of the episode as a whole.
 
     Of a player, `POST /episodes/ID/players/NAME/reward`: of a turn, or of the last one.
@@ -463,7 +510,7 @@ class RewardFields(_Fields):
     turn: Annotated[int | None, Field(ge=0, le=MOST_INT)] = None
 
 
-class EndFields(_Fields):
+class EndFields(Fields):
     """`POST /episodes/ID/end`."""
 
     reward: float | None = None

@@ -7,7 +7,7 @@ from jaxrl_post.data import chat
 from jaxrl_post.data.call_forms import calls_of
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.serve.calls import ApiError
-from jaxrl_post.serve.fields import ChatMessage, Tool
+from jaxrl_post.serve.fields import ChatMessage, Tool, text_of
 
 __all__ = ["messages_of", "prompt_of", "tools_of"]
 
@@ -38,24 +38,12 @@ def _message(message: ChatMessage, place: int) -> dict[str, Any]:
 
 
 def _text(content: str | list[dict[str, Any]] | None, place: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type")
-        # A refusal is what an earlier answer says, under another name.
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            raise ApiError(
-                400,
-                f"messages[{place}].content: this model reads text alone; got a part "
-                f"of type {kind!r}",
-                param="messages",
-            )
-        texts.append(text)
-    return "".join(texts)
+    try:
+        return text_of(content or "")
+    except ValueError as error:
+        raise ApiError(
+            400, f"messages[{place}].content: {error}", param="messages"
+        ) from error
 
 
 def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

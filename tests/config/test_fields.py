@@ -177,6 +177,8 @@ RULES = {
         "max_samples": "at least 1",
         "max_episodes": "at least 1",
         "episode_deadline_s": "greater than 0",
+        "max_responses": "at least 1",
+        "max_responses_mib": "greater than 0",
         "max_body_mib": "greater than 0",
         "timeout_s": "greater than 0",
         "grace_s": "at least 0",

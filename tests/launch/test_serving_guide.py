@@ -38,7 +38,7 @@ def test_every_option_that_is_named_exists():
 @pytest.mark.processes
 def test_the_programs_of_the_guide_run():
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     tokenizer = make_tokenizer()
     served = make_served(tokenizer)
     names: dict = {}
@@ -54,6 +54,9 @@ def test_the_programs_of_the_guide_run():
         assert served.service.close(60)
     assert len(names["several"].choices) == 4
     assert len(told[0]) >= 5
+    assert names["response"].status in ("completed", "incomplete")
+    assert names["event"].response.previous_response_id == names["response"].id
+    del told[1]
     # A number of up to three digits; the JSON before it may have been cut off.
     assert re.fullmatch("[0-9]{1,3}", told[1][-1])
     ids, logprobs, spans = map(

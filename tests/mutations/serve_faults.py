@@ -285,6 +285,20 @@ SERVE = [
         "serve/test_threads.py",
     ),
     Fault(
+        "what a model says after a call is another answer",
+        "serve/responses/items.py::_continues",
+        'kind == "function_call" or bool(called) or (not spoke)',
+        'kind == "function_call" or not spoke',
+        "serve/test_responses.py",
+    ),
+    Fault(
+        "a response that is used gives way like others",
+        "serve/responses/routes.py::Responses.find",
+        "self._kept.pop(name, None)",
+        "self._kept.get(name)",
+        "serve/test_responses.py",
+    ),
+    Fault(
         "a text that is too long for sure is tokenised",
         "serve/calls.py::Served.check_text",
         "self.lengths.fits(text, limit) is False",

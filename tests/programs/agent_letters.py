@@ -115,6 +115,36 @@ class Numbers(Letters):
 
 
 @dataclass(frozen=True)
+class Responding(Letters):
+    """Speaks the Responses API: continues by items, or in odd tasks by ids."""
+
+    name: str = "responding"
+
+    def run(self, task: Task, base_url: str) -> Step:
+        odd = bool(task.id % 2)
+        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+
+            def ask(*items, **options):
+                answer = client.responses.create(
+                    model="policy", input=list(items), stream=odd, **options
+                )
+                if odd:
+                    *_, last = answer
+                    answer = last.response
+                return answer
+
+            begin = {"role": "user", "content": task.messages[0].content}
+            again = {"role": "user", "content": "1="}
+            first = ask(begin)
+            if odd:
+                second = ask(again, previous_response_id=first.id)
+            else:
+                second = ask(begin, *first.output, again)
+        said = first.output_text, second.output_text
+        return Step(sum(map(share, said)), done=True)
+
+
+@dataclass(frozen=True)
 class Choosing(Letters):
     """Two calls whose answers are constrained: one of three, and then only one."""
 

@@ -26,7 +26,7 @@ from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
 from tests.programs.agent_framework import Conversing
-from tests.programs.agent_letters import Choosing, Letters, Numbers
+from tests.programs.agent_letters import Choosing, Letters, Numbers, Responding
 
 pytestmark = pytest.mark.processes
 
@@ -151,6 +151,15 @@ def test_an_agent_of_a_framework_is_trained_as_it_is(served, steps):
             # It sends back the served answers unchanged.
             assert metrics["env/agent_edited"] == metrics["env/agent_branched"] == 0
             assert metrics["env/agent_turns"] > 1.5
+
+
+def test_an_agent_that_speaks_responses_trains_what_was_served(served):
+    with training(Responding()) as trainer:
+        for number in (1, 2):
+            metrics, _ = step_as_served(trainer, served, number)
+            assert len(served) == 8 * 2
+            assert metrics["env/agent_bridged"] == 1
+            assert metrics["env/agent_edited"] == 0
 
 
 @pytest.mark.parametrize("support", ["kept", "full"])
