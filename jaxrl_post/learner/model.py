@@ -395,7 +395,7 @@ def layout_table(
     parts = [
         ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
         ("adapter", "trained", None if adaptation is None else model.params),
-        ("optimizer", "float32 moments and master weights", optimizer),
+        ("optimizer", "moments and master weights", optimizer),
         ("reference", "frozen parameters", reference),
         ("critic", "parameters and optimizer", critic),
         ("sampler's copy", f"on {_axes(sampler.mesh or model.mesh)}", sampler.copies),
