@@ -35,27 +35,26 @@ def check_schedules(config: RunConfig) -> None:
 
 
 def with_warmups[Config: RunConfig](config: Config, saved: Mapping[str, Any]) -> Config:
-    """Fills in the warm-ups of the run that is continued, where they are the same.
+    """Fills in the number of steps of the warm-ups of a run that is continued.
 
-    They are if the options are, and if the same number of optimizer steps was given in
-    another way; an earlier version had no `warmup_ratio`. Other warm-ups stay as they
-    are given, so that they are refused (`config.run.differences`).
+    A share that stayed the same is of the run that began. Another one is the share of
+    as many steps, so that a warm-up of another length is refused
+    (`config.run.differences`).
 
     Args:
         config: of the continuation.
-        saved: the configuration with which the run began, as config.json holds it.
+        saved: the configuration of the run, as config.json holds it.
     """
     usual = _optimizers(type(config)())
-    # A share is one of the steps with which the run began.
     lengths = _lengths(replace(config, steps=saved.get("steps", config.steps)))
     found = dict[str, OptimizerConfig]()
     for name, optimizer in _optimizers(config).items():
-        section = _section(saved, name)
-        steps = section.get("warmup_steps", 0)
+        section, steps = _section(saved, name), optimizer.warmup(lengths[name])
+        # An earlier version had no shares, and has what is one by default now.
         ratio = section.get("warmup_ratio", usual[name].warmup_ratio)
-        same = 0 < optimizer.warmup_ratio == ratio
-        if same or optimizer.warmup(lengths[name]) == steps:
-            found[name] = replace(optimizer, warmup_steps=steps, warmup_ratio=ratio)
+        if 0 < optimizer.warmup_ratio == ratio:
+            steps = section.get("warmup_steps", steps)
+        found[name] = replace(optimizer, warmup_steps=steps)
     return _with_optimizers(config, found)
 
 

@@ -46,9 +46,9 @@ class OptimizerConfig:
         learning_rate: peak learning rate, which the warm-up reaches.
         warmup_steps: optimizer steps in which the learning rate rises linearly. The
             first step has learning_rate / warmup_steps, the last one learning_rate.
-        warmup_ratio: the warm-up as a share of the run's optimizer steps, rounded, in
-            place of `warmup_steps`. A continuation keeps the steps of the run that
-            began.
+        warmup_ratio: the warm-up as a share of the run's optimizer steps, rounded, at
+            least one step, in place of `warmup_steps`. A continuation keeps the number
+            of steps with which the run began.
         schedule: learning rate after the warm-up: "constant"; falling along a straight
             line ("linear") or a cosine ("cosine"); or constant, and falling along a
             straight line at the end ("wsd": warm-up, stable, decay).
@@ -83,7 +83,7 @@ class OptimizerConfig:
     name: OptimizerName = "adamw"
     learning_rate: Annotated[float, POSITIVE] = 1e-5
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    warmup_ratio: Annotated[float, SHARE] = 0.0
+    warmup_ratio: Annotated[float, SHARE, FREE] = 0.0
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     schedule_steps: Annotated[int | None, COUNT, FREE] = None
     final_ratio: Annotated[float, SHARE] = 0.0
@@ -102,7 +102,9 @@ class OptimizerConfig:
         >>> OptimizerConfig(warmup_ratio=0.1).warmup(200)
         20
         """
-        return self.warmup_steps or round(self.warmup_ratio * num_steps)
+        if self.warmup_steps or not self.warmup_ratio:
+            return self.warmup_steps
+        return max(1, round(self.warmup_ratio * num_steps))
 
 
 def check_optimizer(config: OptimizerConfig, section: str) -> None:

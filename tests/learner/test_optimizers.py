@@ -43,7 +43,7 @@ EXPERTS = ModelConfig(
         (
             {"schedule": "cosine", "warmup_steps": 2, "final_ratio": 0.25},
             # 2 + 6 (1 + cos(pi i / 8)) / 2
-            [4, *(5 + 3 * math.cos(math.pi * i / 8) for i in range(9))],
+            [4, 8, *(5 + 3 * math.cos(math.pi * i / 8) for i in range(9))],
         ),
         ({"schedule": "wsd", "decay_ratio": 0.4}, [8] * 7 + [6, 4, 2, 0]),
         (
@@ -258,7 +258,14 @@ ATTENTION = {f"attention.{name}" for name in ("query", "key", "value", "output")
         (
             models.param_specs(
                 ModelConfig(
-                    "qwen2", 64, 16, 24, 1, num_heads=2, num_kv_heads=1, head="value",
+                    "qwen2",
+                    64,
+                    16,
+                    24,
+                    1,
+                    num_heads=2,
+                    num_kv_heads=1,
+                    head="value",
                     qkv_bias=True,
                 )  # fmt: skip
             ),
@@ -269,7 +276,9 @@ ATTENTION = {f"attention.{name}" for name in ("query", "key", "value", "output")
                 ModelConfig(
                     "llama", 64, 16, 24, 1, num_heads=2, num_kv_heads=1, head="value"
                 ),
-                LoRAConfig(rank=4, targets=("output",), dora=True, whole=("value_head",)),
+                LoRAConfig(
+                    rank=4, targets=("output",), dora=True, whole=("value_head",)
+                ),
             ),
             {"attention.output.down", "attention.output.up"},
         ),
