@@ -1,7 +1,7 @@
 """The training state: parameters, master weights and optimizer state."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -148,11 +148,11 @@ def _muon(
 
     def scaled(update: Array, dims: MuonDimensionNumbers) -> Array:
         # An orthogonal matrix has a root mean square of 1 / sqrt(its longer side).
-        sides = (
-            math.prod(update.shape[axis] for axis in axes)
-            for axes in (dims.reduction_axis, dims.output_axis)
+        rows, columns = (
+            math.prod(update.shape[axis] for axis in cast(tuple[int, ...], axes))
+            for axes in dims
         )
-        return MUON_RMS * max(sides) ** 0.5 * update
+        return MUON_RMS * max(rows, columns) ** 0.5 * update
 
     orthogonal = optax.chain(
         scale_by_muon(

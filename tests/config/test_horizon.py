@@ -308,7 +308,7 @@ def test_a_warm_up_longer_than_the_run_is_refused(config, message):
 
 def test_epochs_are_what_a_longer_run_needs_where_they_are_given():
     config = run(3, OptimizerConfig(warmup_steps=4))
-    with pytest.raises(ConfigError, match="or more --epochs$"):
+    with pytest.raises(ConfigError, match=r"or more --epochs$"):
         with_horizons(dataclasses.replace(config, epochs=0.5), None)
 
 
@@ -330,7 +330,7 @@ def test_options_without_effect_are_refused(options, message, section):
     one = OptimizerConfig(**options)
     config = run(9, one) if section == "optimizer" else run(9, critic=one)
     message = message.replace("--optimizer", f"--{section}")
-    with pytest.raises(ConfigError, match=f"^--{section}.{message}"):
+    with pytest.raises(ConfigError, match=rf"^--{section}.{message}"):
         check_schedules(config)
 
 

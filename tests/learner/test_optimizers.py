@@ -1,5 +1,6 @@
 """Learning rates and steps of each optimizer against numbers by hand and NumPy."""
 
+import functools
 import math
 from typing import get_args
 
@@ -10,15 +11,22 @@ import optax
 import pytest
 
 from jaxrl_post import models
+from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig, OptimizerName
+from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.learner import state as training
+from jaxrl_post.learner.adapters import with_adapter
+from jaxrl_post.learner.model import layout_table
 from jaxrl_post.models import MixtureOfExperts, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapter_specs
 from jaxrl_post.models.matrix import path_name
 from jaxrl_post.models.spec import ParamSpec
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, per_device_bytes
 from tests import tiny
+from tests.programs.trainers import make_model
 
+# Made once: its arrays are donated to nothing.
+some_model = functools.cache(make_model)
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
 EXPERTS = ModelConfig(
@@ -110,7 +118,7 @@ def stepped(gradients: list[dict], direction) -> dict[str, np.ndarray]:
 def mean(values: list[np.ndarray], decay: float) -> np.ndarray:
     """The decayed mean of values, the newest last, as if it had begun without zeros."""
     weights = [decay**age for age in range(len(values))][::-1]
-    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    return np.average(values, axis=0, weights=weights)
 
 
 def adam(name: str, gradients: list[np.ndarray]) -> np.ndarray:
@@ -160,7 +168,10 @@ def lion(name: str, gradients: list[np.ndarray]) -> np.ndarray:
 
 def sgd(name: str, gradients: list[np.ndarray]) -> np.ndarray:
     del name
-    return sum(0.8 ** (len(gradients) - 1 - i) * g for i, g in enumerate(gradients))
+    kept = np.zeros_like(gradients[0])
+    for each in gradients:
+        kept = 0.8 * kept + each
+    return kept
 
 
 def adafactor(name: str, gradients: list[np.ndarray]) -> np.ndarray:
@@ -245,6 +256,9 @@ def trained_by_muon(specs) -> set[str]:
     return {path_name(path).removeprefix("layers.0.") for path, _ in leaves}
 
 
+WITH_BIASES = ModelConfig(
+    "qwen2", 64, 16, 24, 1, num_heads=2, num_kv_heads=1, head="value", qkv_bias=True
+)
 ATTENTION = {f"attention.{name}" for name in ("query", "key", "value", "output")}
 
 
@@ -256,19 +270,7 @@ ATTENTION = {f"attention.{name}" for name in ("query", "key", "value", "output")
             ATTENTION | {f"experts.{name}" for name in ("gate", "up", "down")},
         ),
         (
-            models.param_specs(
-                ModelConfig(
-                    "qwen2",
-                    64,
-                    16,
-                    24,
-                    1,
-                    num_heads=2,
-                    num_kv_heads=1,
-                    head="value",
-                    qkv_bias=True,
-                )  # fmt: skip
-            ),
+            models.param_specs(WITH_BIASES),
             ATTENTION | {f"mlp.{name}" for name in ("gate", "up", "down")},
         ),
         (
@@ -340,3 +342,25 @@ def test_narrow_moments_take_half_and_change_little(name):
     for each in SPECS:
         np.testing.assert_allclose(a[each], b[each], rtol=0, atol=0.02 * RATE * 3)
     assert any(np.any(a[each] != b[each]) for each in SPECS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_moves_and_its_state_is_in_the_table(name):
+    model = with_adapter(AdapterConfig(rank=4), some_model(), seed=0)
+    optimizer = training.make_optimizer(OptimizerConfig(name=name), model.specs, 1)
+    layout = training.shardings(
+        model.specs, optimizer, model.mesh, model.rules, narrow=False
+    )
+    state = training.create(model.params, optimizer, layout)
+    gradients = jax.tree.map(jnp.ones_like, model.params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(gradients, state.opt_state, model.params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        # Against the gradient, by no more than the learning rate allows.
+        assert -1e-4 < np.min(leaf) <= np.max(leaf) < 0, path_name(path)
+    table = layout_table(
+        model, UpdateConfig(), rows=1, row_tokens=8, optimizer=state.opt_state
+    )
+    (shown,) = (size for what, _, size in table if what == "optimizer")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    assert shown == f"{size / 2**20:,.1f}"

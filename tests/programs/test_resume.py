@@ -221,7 +221,7 @@ def test_a_run_keeps_the_warm_up_with_which_it_began(config, tmp_path):
     assert rates_of(began) == pytest.approx([5e-3] + [1e-2] * 5)
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert saved["optimizer"]["warmup_steps"] == 2
-    with pytest.raises(ConfigError, match="optimizer.warmup_steps: 2 then, 6 now"):
+    with pytest.raises(ConfigError, match=r"optimizer.warmup_steps: 2 then, 6 now"):
         go_on(
             dataclasses.replace(
                 began, steps=6, optimizer=dataclasses.replace(ratio, warmup_ratio=1.0)
