@@ -251,9 +251,9 @@ def _check_warm_start(config: Any, arguments: Sequence[str]) -> None:
 def _with_given_warmups[Config](
     config: Config, arguments: Sequence[str], file: Mapping[str, Any], section: str = ""
 ) -> Config:
-    """Lets a warm-up that is given replace that of a recipe, a file or a default.
+    """Replaces the warm-up of a recipe, a file or a default by the one that is given.
 
-    The length is given by one of two options, and the other may have a default.
+    Two options give its length, and each replaces the other.
 
     Args:
         config: of a training program, or a section of it that has an optimizer.

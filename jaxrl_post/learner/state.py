@@ -25,8 +25,8 @@ from jaxrl_post.types import Array, Int, PyTree
 
 __all__ = ["TrainState", "create", "learning_rates", "make_optimizer", "shardings"]
 
-# The root mean square of Muon's updates is this, about that of AdamW's, so that the
-# same learning rates serve both (arXiv:2502.16982, section 2.2).
+# Root mean square of Muon's updates. AdamW's updates have about the same, so both take
+# the same learning rates (arXiv:2502.16982, section 2.2).
 MUON_RMS = 0.2
 # Adafactor keeps the whole second moment of a parameter that has no two dims of this
 # size. A head has seldom fewer.
@@ -103,7 +103,7 @@ def make_optimizer(
 
 
 def _direction(config: OptimizerConfig, specs: PyTree) -> optax.GradientTransformation:
-    """What the optimizer makes of a gradient, before decay and learning rate."""
+    """Turns gradients into updates, before weight decay and learning rate."""
     moment = None if config.moment_dtype == "float32" else config.moment_dtype
     adam = optax.scale_by_adam(
         config.beta1, config.beta2, config.epsilon, mu_dtype=moment

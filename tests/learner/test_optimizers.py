@@ -215,7 +215,7 @@ def test_adafactor_divides_by_a_row_and_a_column():
         updates, state = optimizer.update(
             {"w": jnp.asarray(gradient, jnp.float32)}, optimizer.init(params), params
         )
-    # Of every head; the second moment is their product over the mean.
+    # The second moment of a head is their product over the mean.
     rows, columns = (np.mean(gradient**2, axis, keepdims=True) for axis in (2, 0))
     second = rows * columns / np.mean(rows, axis=0, keepdims=True)
     way = gradient / np.sqrt(second)
@@ -294,7 +294,7 @@ def test_muon_trains_the_matrices_of_layers_alone(specs, expected):
 @pytest.mark.meshes
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_is_sharded_like_its_parameters(name):
-    """It takes the share of a device, and a step on the mesh is that of one device."""
+    """A device holds its part; a step on the mesh equals a step on one device."""
     specs = models.param_specs(EXPERTS)
     mesh = create_mesh("fsdp2,ep2,tp2")
     config = OptimizerConfig(name=name, learning_rate=0.1)
