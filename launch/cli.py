@@ -234,6 +234,7 @@ def _read_options[Config](
         )
     if hasattr(config, "warm_start"):
         _check_warm_start(config, arguments)
+        config = _with_given_warmups(config, arguments, values)
     return config
 
 
@@ -287,6 +288,47 @@ def _check_warm_start(config: Any, arguments: Sequence[str]) -> None:
                 f"{option}: with --warm-start.steps 0 there is no warm start; drop the "
                 "option, or give steps"
             )
+
+
+def _with_given_warmups[Config](
+    config: Config, arguments: Sequence[str], file: Mapping[str, Any], section: str = ""
+) -> Config:
+    """Replaces the warm-up of a recipe, a file or a default by the one that is given.
+
+    Two options give its length, and each replaces the other.
+
+    Args:
+        config: of a training program, or a section of it that has an optimizer.
+        arguments: of the command line.
+        file: the values of --config for `config`.
+        section: of `config` in the options' names, such as "critic.".
+
+    Raises:
+        ValueError: both were given on the command line.
+    """
+    changes = {}
+    if hasattr(config, "critic"):
+        inner: Any = operator.attrgetter("critic")(config)
+        values = file.get("critic", {})
+        changes["critic"] = _with_given_warmups(inner, arguments, values, "critic.")
+    both = {"warmup_steps", "warmup_ratio"}
+    options = {
+        name: f"--{section}optimizer.{name.replace('_', '-')}" for name in sorted(both)
+    }
+    named = {name for name in both if given(arguments, options[name]) is not None}
+    if named == both:
+        ratio, steps = options.values()
+        raise ValueError(
+            f"{ratio}: gives the length of the warm-up, as {steps} does; give one"
+        )
+    optimizer: Any = operator.attrgetter("optimizer")(config)
+    named = named or both & file.get("optimizer", {}).keys()
+    if named == {"warmup_steps"}:
+        optimizer = dataclasses.replace(optimizer, warmup_ratio=0.0)
+    elif optimizer.warmup_ratio:
+        # A run writes both in its config.json: the ratio, and what came of it.
+        optimizer = dataclasses.replace(optimizer, warmup_steps=0)
+    return dataclasses.replace(config, optimizer=optimizer, **changes)  # type: ignore[type-var]
 
 
 def given(arguments: Sequence[str], option: str) -> str | None:

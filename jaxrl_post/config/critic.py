@@ -32,7 +32,7 @@ class CriticConfig:
         bootstrap_truncated: adds the critic's value of the state after the cut to the
             reward of an answer that was cut at the token limit; without it, the cut
             counts as the end.
-        optimizer: AdamW of a separate critic, and its learning rate.
+        optimizer: of a separate critic, and its learning rate.
         lora: adapter to train, with the value head, instead of a separate critic's
             whole model.
     """

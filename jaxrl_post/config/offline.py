@@ -129,7 +129,7 @@ class OfflineConfig(RunConfig):
     max_tokens: Annotated[int, COUNT] = 128
     log_every: Annotated[int, COUNT, FREE] = 1
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_steps=20)
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5, warmup_ratio=0.1)
     )
 
 
@@ -159,7 +159,7 @@ class PreferenceConfig(OfflineConfig):
     """
 
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, warmup_steps=20)
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, warmup_ratio=0.1)
     )
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)

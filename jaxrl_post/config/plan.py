@@ -6,13 +6,43 @@ from typing import Annotated, Literal
 
 from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE
 from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.optimizer import (
+    MomentDtype,
+    OptimizerConfig,
+    OptimizerName,
+    check_optimizer,
+)
 from jaxrl_post.config.rollout import CacheDtype, WeightsDtype
 
-__all__ = ["PlanConfig", "PlanError", "PlannedRollout"]
+__all__ = ["PlanConfig", "PlanError", "PlannedOptimizer", "PlannedRollout"]
 
 
 class PlanError(ValueError):
     """A plan that cannot be made."""
+
+
+@dataclass(frozen=True)
+class PlannedOptimizer:
+    """The optimizer of the planned step; named as a run's --optimizer.* options.
+
+    Attributes:
+        name: adamw, muon, adafactor, lion or sgd (with momentum). The seconds of an
+            optimizer step are predicted for all but muon.
+        moment_dtype: dtype of the mean of the gradients.
+    """
+
+    name: OptimizerName = "adamw"
+    moment_dtype: MomentDtype = "float32"
+
+    def of_a_run(self) -> OptimizerConfig:
+        """The options of a run with this optimizer.
+
+        Raises:
+            ConfigError: the optimizer has no mean of gradients, but its dtype is given.
+        """
+        config = OptimizerConfig(name=self.name, moment_dtype=self.moment_dtype)
+        check_optimizer(config, "optimizer")
+        return config
 
 
 @dataclass(frozen=True)
@@ -72,6 +102,7 @@ class PlanConfig:
         dtype: dtype of the parameters; below float32 the optimizer has float32 masters
             of those that it trains.
         lora: adapter that is trained in place of the model, in float32.
+        optimizer: whose state takes memory.
         rollout: samples of a step, and the sampler's layout.
         compiler_options: options of XLA, as NAME=VALUE. A run takes the same through
             LIBTPU_INIT_ARGS="--NAME=VALUE".
@@ -89,6 +120,7 @@ class PlanConfig:
     scan_layers: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    optimizer: PlannedOptimizer = field(default_factory=PlannedOptimizer)
     rollout: PlannedRollout = field(default_factory=PlannedRollout)
     compiler_options: tuple[str, ...] = ()
     json: Path | None = None

@@ -191,7 +191,7 @@ class RunConfig:
         epochs: length of the run in passes over the training tasks, examples or pairs,
             instead of `steps`, rounded up to whole steps. None for `steps`.
         update: how a batch becomes optimizer steps.
-        optimizer: AdamW and its learning rate.
+        optimizer: AdamW or another one, and its learning rate.
         eval: when and on what the model is evaluated.
         checkpoint: when the run is saved.
         warm_start: supervised steps of a preset.

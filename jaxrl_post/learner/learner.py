@@ -339,7 +339,7 @@ def begin_training(
     Args:
         model: the model; the state uses its arrays, and the first update donates them.
         objective: as `Learner.objective`.
-        optimizer_config: options of AdamW and its schedule.
+        optimizer_config: options of the optimizer and its schedule.
         update: options of an update, such as weights of routers' losses.
         num_steps: number of optimizer steps after which a schedule ends.
         temperature: the sampling temperature, which divides the logits.

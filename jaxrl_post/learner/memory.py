@@ -67,7 +67,7 @@ def layout_table(
     parts = [
         ("parameters", f"{model.num_parameters:,} {model.dtype}{frozen}", model.base),
         ("adapter", "trained", None if adaptation is None else model.params),
-        ("optimizer", "float32 moments and master weights", optimizer),
+        ("optimizer", "moments and master weights", optimizer),
         ("reference", "parameters, not trained", reference),
         ("critic", "parameters and optimizer", critic),
         ("reward model", "frozen parameters", judge),

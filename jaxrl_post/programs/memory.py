@@ -13,7 +13,8 @@ __all__ = ["OutOfMemoryError", "memory_errors"]
 REMEDIES = {
     "parameters": "--mesh with fsdp or tp over more devices, --dtype bfloat16",
     "adapter": "a smaller --lora.rank",
-    "optimizer": "--mesh with fsdp over more devices, or --lora.rank 16 (an adapter)",
+    "optimizer": "--mesh with fsdp over more devices, --optimizer.moment-dtype "
+    "bfloat16, --optimizer.name adafactor, or --lora.rank 16 (an adapter)",
     "gradients": "--mesh with fsdp over more devices, or --lora.rank 16 (an adapter)",
     "reference": "--lora.rank 16 (the base under an adapter is the reference)",
     "critic": "--critic.backbone shared, or --critic.lora.rank",

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxrl_post.algorithms import supervised
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.horizon import with_horizons
+from jaxrl_post.config.horizon import with_horizons, with_warmups
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import (
@@ -285,7 +285,8 @@ def open_run[Config: RunConfig](
         config = dataclasses.replace(config, template=template)
         if saved is not None:
             # Before its steps are looked at: another run may explain their number.
-            check_same_run(directory, fetched.named(_measured_as(saved, config)))
+            now = with_warmups(_measured_as(saved, config), saved.config)
+            check_same_run(directory, fetched.named(now))
             check_checkpoints(directory, saved)
         initial = initial_of(config.model, directory, saved)
         processes.check_equal("initial model", {"whether it is there": bool(initial)})

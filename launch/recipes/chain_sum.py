@@ -33,7 +33,7 @@ def chain_sum() -> RLConfig:
         update=UpdateConfig(microbatch_tokens=1024),
         # AdamW's moments restart after the warm start: smaller steps at first.
         optimizer=OptimizerConfig(
-            learning_rate=2e-4, warmup_steps=20, schedule="linear", beta2=0.98
+            learning_rate=2e-4, warmup_ratio=20 / 800, schedule="linear", beta2=0.98
         ),
         eval=EvalConfig(every=50, num_tasks=200),
         warm_start=WarmStartConfig(steps=220, examples_per_step=64, learning_rate=2e-3),

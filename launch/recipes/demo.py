@@ -37,7 +37,7 @@ def demo() -> RLConfig:
         ),
         update=UpdateConfig(microbatch_tokens=1024),
         optimizer=OptimizerConfig(
-            learning_rate=5e-4, warmup_steps=5, schedule="linear", beta2=0.98
+            learning_rate=5e-4, warmup_ratio=5 / 160, schedule="linear", beta2=0.98
         ),
         eval=EvalConfig(every=20, num_tasks=200),
         checkpoint=CheckpointConfig(every=50),
@@ -55,7 +55,7 @@ def ppo_demo() -> RLConfig:
         algorithm=AlgorithmConfig(name="ppo"),
         critic=CriticConfig(
             optimizer=OptimizerConfig(
-                learning_rate=1e-3, warmup_steps=5, schedule="linear", beta2=0.98
+                learning_rate=1e-3, warmup_ratio=5 / 160, schedule="linear", beta2=0.98
             )
         ),
     )

@@ -34,6 +34,7 @@ def guess() -> RLConfig:
             max_tokens=2,
             max_turns=3,
         ),
+        optimizer=replace(demo().optimizer, warmup_ratio=5 / 120),
         eval=EvalConfig(every=20, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=200),
     )
@@ -55,7 +56,7 @@ def world() -> RLConfig:
             max_turns=8,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        optimizer=replace(demo().optimizer, learning_rate=1e-3),
+        optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_ratio=5 / 120),
         eval=EvalConfig(every=40, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=250),
     )
@@ -83,6 +84,7 @@ def nim() -> RLConfig:
             reward_workers=8,
             reward_deadline_s=60.0,
         ),
+        optimizer=replace(demo().optimizer, warmup_ratio=5 / 20),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=300, examples_per_step=64),
     )

@@ -32,7 +32,7 @@ def instructions() -> RLConfig:
             max_tokens=40,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_ratio=10 / 60),
         eval=EvalConfig(every=20, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=300, examples_per_step=32),
     )

@@ -34,7 +34,7 @@ def lookup() -> RLConfig:
         update=UpdateConfig(microbatch_tokens=2048),
         # AdamW's moments restart after the warm start: with larger steps the policy
         # may collapse to empty answers.
-        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_ratio=10 / 20),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=400, examples_per_step=32),
     )

@@ -51,7 +51,7 @@ def jsonl() -> RLConfig:
             max_tokens=16,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        optimizer=replace(demo().optimizer, learning_rate=5e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=5e-4, warmup_ratio=10 / 40),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=250, examples_per_step=32),
     )
@@ -73,7 +73,7 @@ def mixture() -> RLConfig:
             max_tokens=40,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=3e-4, warmup_ratio=10 / 40),
         eval=EvalConfig(every=10, num_tasks=300),
         warm_start=replace(demo().warm_start, steps=600, examples_per_step=48),
     )
@@ -87,7 +87,7 @@ def pairs() -> RewardConfig:
         steps=400,
         examples_per_step=32,
         update=UpdateConfig(microbatch_tokens=2048),
-        optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_ratio=10 / 400),
         eval=EvalConfig(every=100, num_tasks=200),
         checkpoint=CheckpointConfig(every=100),
     )

@@ -32,7 +32,7 @@ def code() -> RLConfig:
         ),
         update=UpdateConfig(microbatch_tokens=2048),
         # Smaller steps than the demo's, as in `lookup`.
-        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_ratio=10 / 20),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=400, examples_per_step=32),
     )

@@ -30,7 +30,7 @@ def text2sql() -> RLConfig:
             max_tokens=48,
         ),
         update=UpdateConfig(microbatch_tokens=4096),
-        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_ratio=10 / 20),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=600, examples_per_step=32),
     )

@@ -33,7 +33,7 @@ def search() -> RLConfig:
         ),
         update=UpdateConfig(microbatch_tokens=2048),
         # Smaller steps than the demo's, as in `lookup`.
-        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_steps=10),
+        optimizer=replace(demo().optimizer, learning_rate=2e-4, warmup_ratio=10 / 20),
         eval=EvalConfig(every=10, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=300, examples_per_step=32),
     )

@@ -23,7 +23,11 @@ def under(section: str, rules: dict[str, str]) -> dict[str, str]:
 OPTIMIZER = {
     "learning_rate": "greater than 0",
     "warmup_steps": "at least 0",
+    "warmup_ratio": "in [0, 1], free",
     "schedule_steps": "at least 1, free",
+    "final_ratio": "in [0, 1]",
+    "decay_ratio": "in (0, 1]",
+    "momentum": "in [0, 1)",
     "beta1": "in [0, 1)",
     "beta2": "in [0, 1)",
     "epsilon": "greater than 0",

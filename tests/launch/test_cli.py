@@ -316,6 +316,50 @@ def test_the_file_of_a_run_gives_its_configuration_back(config, tmp_path):
     assert changed == dataclasses.replace(config, seed=11)
 
 
+WARMUP, RATIO = "--optimizer.warmup-steps", "--optimizer.warmup-ratio"
+
+
+def warmup(config) -> tuple[int, float]:
+    return config.optimizer.warmup_steps, config.optimizer.warmup_ratio
+
+
+def test_the_warm_up_that_is_given_replaces_another():
+    steps = SFTConfig(optimizer=OptimizerConfig(warmup_steps=7))
+    ratio = SFTConfig(optimizer=OptimizerConfig(warmup_ratio=0.1))
+    assert warmup(options(default=steps)) == (7, 0)
+    assert warmup(options(RATIO, "0.2", default=steps)) == (0, 0.2)
+    assert warmup(options(f"{WARMUP}=5", default=ratio)) == (5, 0)
+    assert warmup(options("--optimizer.warmup_steps", "0", default=ratio)) == (0, 0)
+    critic = options("--critic.optimizer.warmup-steps", "3").critic.optimizer
+    assert (critic.warmup_steps, critic.warmup_ratio) == (3, 0)
+
+
+@pytest.mark.parametrize("section", ["--", "--critic."])
+def test_one_length_of_the_warm_up_is_given(section):
+    both = f"{section}optimizer.warmup-steps", f"{section}optimizer.warmup-ratio"
+    with pytest.raises(ValueError, match=f"^{both[1]}: .* as {both[0]} does; give one"):
+        options(both[0], "5", f"{both[1]}=0.1")
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "expected"),
+    [
+        # As a run writes it: the ratio, and what came of it.
+        ({"warmup_ratio": 0.1, "warmup_steps": 20}, (), (0, 0.1)),
+        ({"warmup_ratio": 0.1, "warmup_steps": 20}, (WARMUP, "5"), (5, 0)),
+        # As an earlier version wrote it, where 0.1 is a default today.
+        ({"warmup_steps": 20}, (), (20, 0)),
+        ({"warmup_steps": 20}, (RATIO, "0.3"), (0, 0.3)),
+        ({"learning_rate": 1e-3}, (), (0, 0.1)),
+    ],
+)
+def test_the_warm_up_of_a_file(content, arguments, expected, tmp_path):
+    path = written(tmp_path, {"optimizer": content})
+    assert (
+        warmup(options("--config", path, *arguments, default=SFTConfig())) == expected
+    )
+
+
 def test_an_expected_error_is_one_line_and_status_1(capsys):
     def fail(config, *, console, command, should_stop):
         raise ValueError("mesh: [dp4] needs 4 devices")

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.horizon import with_horizons
 from jaxrl_post.data import chat, learned
 from jaxrl_post.envs import Message, StatelessEnvironment, Task
 from jaxrl_post.examples.environment import make_environment
@@ -16,6 +18,7 @@ from jaxrl_post.programs.build.agents import check_agents
 from launch import grpo, reward
 from launch.cli import read_options
 from launch.grpo import PROGRAM
+from launch.recipes.demo import ppo_demo
 from launch.recipes.questions import COLOURS, DAYS, FILES, NAMES, THINGS, files
 from launch.recipes.sums import MODEL, QUESTIONS, questions
 
@@ -50,6 +53,26 @@ def opened(name):
 
 def test_every_recipe_has_a_case_but_that_of_an_extra_and_that_of_a_real_model():
     assert {*CUT, "chain_sum", "sums"} == set(PROGRAM.recipes)
+
+
+# Optimizer steps of the warm-up at a recipe's own number of steps.
+WARMUPS = dict.fromkeys(CUT, 10) | dict.fromkeys(("demo", "guess", "world", "nim"), 5)
+
+
+@pytest.mark.parametrize("name", PROGRAM.recipes)
+def test_a_recipe_warms_up_as_long_as_it_was_measured_and_fits_a_short_run(name):
+    config = PROGRAM.recipes[name]()
+    expected = {**WARMUPS, "chain_sum": 20, "sums": 0}[name]
+    assert with_horizons(config, None).optimizer.warmup_steps == expected
+    short = with_horizons(replace(config, steps=2), None)
+    assert short.optimizer.warmup_steps <= 2
+
+
+def test_reward_models_and_critics_warm_up_as_long_as_they_were_measured():
+    for recipe in reward.PROGRAM.recipes.values():
+        assert with_horizons(recipe(), None).optimizer.warmup_steps == 10
+    critic = with_horizons(ppo_demo(), None).critic.optimizer
+    assert critic.warmup_steps == 5
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post import models
 from jaxrl_post.algorithms import grpo
 from jaxrl_post.config import plan as plan_config
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import UpdateConfig
@@ -30,7 +31,7 @@ from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.planning import compiling
 from jaxrl_post.programs.planning.plan import HBM_GIB, programs
 from jaxrl_post.programs.planning.program import Program
-from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, per_device_bytes
 from jaxrl_post.types import TokenBatch
 from launch import plan
 
@@ -119,6 +120,36 @@ def test_an_adapters_programs_are_those_of_its_learner(mesh, kind):
     assert kinds(apply.beside[0]) == kinds(empty.beside[1]) == kinds(model.base)
     # All but what is trained is an argument once.
     assert kinds(accumulate.beside[0]) == kinds(state.replace(params=None))
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lion", "sgd"])
+def test_the_state_is_that_of_the_planned_optimizer(mesh, name):
+    moment = "float32" if name == "adafactor" else "bfloat16"
+    options = plan_config.PlannedOptimizer(name, moment)
+    *_, apply = programs(planned(optimizer=options), CONFIG, mesh)
+    specs = models.param_specs(CONFIG)
+    optimizer = training.make_optimizer(
+        OptimizerConfig(name=name, moment_dtype=moment), specs, 10
+    )
+    layout = training.shardings(specs, optimizer, mesh, DEFAULT_RULES, narrow=True)
+    params = models.initialize(jax.random.key(0), specs, jnp.bfloat16, mesh)
+    state = training.create(params, optimizer, layout)
+    assert kinds(apply.arguments[0]) == kinds(state)
+    # The bytes of the state are read and written; Muon's products are not counted.
+    assert (apply.work is None) == (name == "muon")
+    if apply.work is not None:
+        owned = sum(
+            each.addressable_shards[0].data.size for each in jax.tree.leaves(params)
+        )
+        moved = owned * (8 + 8 + 2) + 2 * per_device_bytes(state.opt_state)
+        assert apply.work.bytes == moved
+
+
+def test_an_option_without_effect_on_the_planned_optimizer(mesh):
+    options = plan_config.PlannedOptimizer("adafactor", "bfloat16")
+    with pytest.raises(ConfigError, match=r"^--optimizer.moment-dtype: has no"):
+        list(programs(planned(optimizer=options), CONFIG, mesh))
 
 
 def test_rows_must_fill_the_batch_axes(mesh):

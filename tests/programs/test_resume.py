@@ -90,6 +90,13 @@ def steps_of(config: SFTConfig) -> list[int]:
     return [row["step"] for row in read_rows(Path(config.run_dir) / "metrics.jsonl")]
 
 
+def rates_of(config: SFTConfig) -> list[float]:
+    """The learning rates of a run's steps."""
+    rows = read_rows(Path(config.run_dir) / "metrics.jsonl")
+    name = "train/learning_rate"
+    return [row["metrics"][name] for row in rows if name in row["metrics"]]
+
+
 def weights(config: SFTConfig) -> dict[str, np.ndarray]:
     return load_file(Path(config.run_dir) / "model" / "model.safetensors")
 
@@ -160,6 +167,66 @@ def test_a_run_goes_on_within_the_schedule_with_which_it_began(config, tmp_path)
         ConfigError, match=r"at step 3, .* --optimizer.schedule-steps 9"
     ):
         go_on(dataclasses.replace(parts, steps=9))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "muon", "moment_dtype": "bfloat16", "weight_decay": 0.1},
+        {"name": "adafactor"},
+        pytest.param({"name": "lion"}, marks=pytest.mark.all),
+        pytest.param({"name": "sgd"}, marks=pytest.mark.all),
+    ],
+    ids=lambda options: options["name"],
+)
+def test_each_optimizer_goes_on_where_it_stopped(config, tmp_path, options):
+    # The cases of every commit have states of another structure than AdamW's.
+    optimizer = OptimizerConfig(
+        learning_rate=1e-2, warmup_ratio=0.5, schedule="wsd", decay_ratio=0.5, **options
+    )
+    one = dataclasses.replace(config, optimizer=optimizer)
+    whole = dataclasses.replace(one, steps=4, run_dir=str(tmp_path / "whole"))
+    go_on(whole)
+    horizon = dataclasses.replace(optimizer, schedule_steps=4, warmup_steps=2)
+    parts = dataclasses.replace(one, run_dir=str(tmp_path / "parts"))
+    horizon = dataclasses.replace(horizon, warmup_ratio=0.0)
+    go_on(dataclasses.replace(parts, steps=2, optimizer=horizon))
+    _, output = go_on(dataclasses.replace(parts, steps=4, optimizer=horizon))
+    assert "resumed at step 2 of 4" in output
+    expected, found = weights(whole), weights(parts)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(value, found[name], err_msg=name)
+    assert rates_of(whole) == rates_of(parts) == pytest.approx([5e-3, 1e-2, 1e-2, 5e-3])
+    other = dataclasses.replace(parts, steps=4, optimizer=OptimizerConfig())
+    with pytest.raises(ConfigError, match=f"optimizer.name: '{options['name']}' then"):
+        go_on(other)
+
+
+def test_a_run_keeps_the_warm_up_with_which_it_began(config, tmp_path):
+    """Also one in epochs, whose steps are known once its examples are."""
+    ratio = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.5)
+    began = dataclasses.replace(config, optimizer=ratio, run_dir=str(tmp_path / "run"))
+
+    with pytest.raises(ConfigError, match=r"--optimizer.warmup-steps: .* at most 1, "):
+        go_on(
+            dataclasses.replace(
+                began, optimizer=OptimizerConfig(warmup_steps=99), epochs=1e-9
+            )
+        )
+    assert not (tmp_path / "run" / "config.json").exists()
+    go_on(dataclasses.replace(began, steps=4))
+    assert rates_of(began) == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2])
+    go_on(dataclasses.replace(began, steps=5))
+    go_on(dataclasses.replace(began, steps=6))
+    assert rates_of(began) == pytest.approx([5e-3] + [1e-2] * 5)
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert saved["optimizer"]["warmup_steps"] == 2
+    with pytest.raises(ConfigError, match=r"optimizer.warmup_steps: 2 then, 6 now"):
+        go_on(
+            dataclasses.replace(
+                began, steps=6, optimizer=dataclasses.replace(ratio, warmup_ratio=1.0)
+            )
+        )
 
 
 Disk = namedtuple("Disk", "total used free")

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from jaxrl_post import models
 from jaxrl_post.algorithms import grpo
-from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.plan import PlanConfig, PlanError
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.adapters import AdaptedPolicy, lora_of
@@ -92,13 +91,14 @@ class TrainerPlan:
             unknown_trips=1 if self.work is None else self.work.tiles(scored) - 1,
         )
         owned = per_device_bytes(sums.grads) / 4
+        moments = per_device_bytes(state.opt_state)
         yield Program(
             "apply",
             learner.apply,
             (state, sums),
             (self.base, resident),
             mesh,
-            work=None if self.work is None else self.work.apply(owned),
+            work=self._applied(owned, moments),
         )
 
     @property
@@ -138,6 +138,12 @@ class TrainerPlan:
             scan=config.scan_layers,
         )
 
+    def _applied(self, owned: float, state_bytes: float) -> Work | None:
+        # The products of Muon are not counted.
+        if self.work is None or self.config.optimizer.name == "muon":
+            return None
+        return self.work.apply(owned, state_bytes)
+
 
 def make_trainer(
     config: PlanConfig, architecture: ModelConfig, mesh: Mesh
@@ -167,7 +173,8 @@ def make_trainer(
         if config.lora.quantize is not None:
             base = quantize(base, config.lora.quantize)
         predictor = AdaptedPolicy(base, policy, lora)
-    optimizer = training.make_optimizer(OptimizerConfig(), specs, num_steps=1000)
+    options = config.optimizer.of_a_run()
+    optimizer = training.make_optimizer(options, specs, num_steps=1000)
     narrow = lora is None and dtype != jnp.float32
     layout = training.shardings(specs, optimizer, mesh, rules, narrow=narrow)
     learner = Learner(
@@ -175,7 +182,7 @@ def make_trainer(
         predictor=predictor,
         objective=grpo().objective,
         optimizer=optimizer,
-        max_grad_norm=OptimizerConfig().max_grad_norm,
+        max_grad_norm=options.max_grad_norm,
         layout=layout,
         mesh=mesh,
         microbatch_rows=_microbatch_rows(config, mesh),

@@ -47,9 +47,9 @@ TRANSPOSED = ("router", "shared_gate", "unembedding")
 # Their outputs are their last dimension, and not all dimensions but the first.
 NARROW = ("output", "down")
 
-# Bytes of an AdamW step, per parameter: it reads the gradient twice (its norm comes
-# first), and reads and writes both moments, all float32.
-UPDATE_BYTES = 4 * (2 + 2 * 2)
+# Bytes of the gradient in an optimizer step, per parameter: it is float32, and is read
+# twice, since its norm comes first.
+GRADIENT_BYTES = 4 * 2
 
 
 class Product(NamedTuple):
@@ -230,16 +230,18 @@ class ModelWork:
         own = scored / split_size("batch", self.mesh, self.rules)
         return max(1, math.ceil(own / tile_rows(self._table().outputs)))
 
-    def apply(self, parameters: float) -> Work:
-        """The optimizer step.
+    def apply(self, parameters: float, state_bytes: float) -> Work:
+        """The optimizer step; the products of Muon are left out.
 
         Args:
             parameters: trained parameters that a device owns.
+            state_bytes: of the optimizer on a device, which are read and written.
         """
         wide = self.dtype == jnp.float32
         # The weights that are updated are float32; narrower ones are written too.
         weights = 2 * 4 + (0 if wide else self.dtype.itemsize)
-        return Work(0.0, parameters * (UPDATE_BYTES + weights))
+        moved = parameters * (GRADIENT_BYTES + weights) + 2 * state_bytes
+        return Work(0.0, moved)
 
     @property
     def cache_bytes(self) -> int:
