@@ -1,4 +1,4 @@
-"""What takes memory on a device in a run, from arrays or from shapes alone."""
+"""A table of everything that takes memory on a device, from arrays or from shapes."""
 
 from dataclasses import dataclass
 

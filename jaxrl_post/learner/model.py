@@ -56,6 +56,7 @@ __all__ = [
     "check_context",
     "check_sample",
     "context_of",
+    "describe_model",
     "is_stored",
     "open_model",
     "read_tokenizer",
@@ -161,42 +162,38 @@ def _naming(option: str) -> Iterator[None]:
         raise CheckpointError(f"{option}: {error}") from error
 
 
-def open_model(
+def describe_model(
     name: str,
     *,
     mesh: str,
     dtype: str | None,
-    seed: int,
     make_tokenizer: Callable[[int], Tokenizer],
     head: Head = "lm",
     rules: Rules = DEFAULT_RULES,
     option: str = "--model",
     template: TemplateConfig = AS_IT_IS,
-    weights: bool = True,
 ) -> Model:
-    """Loads a model directory, or initialises a preset and trains its tokenizer.
+    """Describes a model directory or a preset; trains the preset's tokenizer.
+
+    The parameters are abstract, ShapeDtypeStructs; `with_weights` loads them.
 
     Args:
         name: a Hugging Face directory or a key of `presets.PRESETS`.
         mesh: mesh axes with sizes, such as "dp4,tp8".
         dtype: dtype of the parameters, None for the checkpoint's dtype.
-        seed: seed of a preset's weights.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
         head: head of the model; if the directory has no value head, it gets zeros.
         rules: mesh axes of every logical axis.
         option: name of the option that gives `name`, for errors.
         template: the date and variables that its chat template reads.
-        weights: False leaves the parameters abstract, ShapeDtypeStructs, for
-            `with_weights` to load.
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
             but `head` is "lm", its tokenizer cannot be read, its chat template does
             not read a variable, or the files of `--model` do not belong together
             (`learner.belonging`).
-        CheckpointError: its files cannot be read.
-        MeshError: the mesh does not fit the devices or the model; raised before weights
-            are read or programs compiled.
+        CheckpointError: its config.json cannot be read.
+        MeshError: the mesh does not fit the devices or the model.
     """
     with _naming("--mesh"):
         device_mesh = create_mesh(mesh)
@@ -253,14 +250,48 @@ def open_model(
         preset=not stored,
     )
     multiply_as_float32(model.dtype)
-    return with_weights(model, seed=seed, option=option) if weights else model
+    return model
+
+
+def open_model(
+    name: str,
+    *,
+    mesh: str,
+    dtype: str | None,
+    seed: int,
+    make_tokenizer: Callable[[int], Tokenizer],
+    head: Head = "lm",
+    rules: Rules = DEFAULT_RULES,
+    option: str = "--model",
+    template: TemplateConfig = AS_IT_IS,
+) -> Model:
+    """Loads a model directory, or initialises a preset and trains its tokenizer.
+
+    Args:
+        seed: seed of a preset's weights; the others as for `describe_model`.
+
+    Raises:
+        ConfigError, CheckpointError, MeshError: as `describe_model` and `with_weights`;
+            a mesh is refused before weights are read or programs compiled.
+    """
+    described = describe_model(
+        name,
+        mesh=mesh,
+        dtype=dtype,
+        make_tokenizer=make_tokenizer,
+        head=head,
+        rules=rules,
+        option=option,
+        template=template,
+    )
+    return with_weights(described, seed=seed, option=option)
 
 
 def with_weights(model: Model, *, seed: int, option: str = "--model") -> Model:
     """Loads or draws the parameters of an abstract model.
 
     Args:
-        model: from `open_model`, without weights.
+        model: from `describe_model`.
         seed: seed of a preset's weights.
         option: name of the option that gives the model, for errors.
 

@@ -16,8 +16,9 @@ from jaxrl_post.learner.learner import Learner, Scorer
 from jaxrl_post.learner.model import (
     Model,
     check_beside,
-    open_model,
+    describe_model,
     read_tokenizer,
+    with_weights,
 )
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import Policy
@@ -250,18 +251,18 @@ def _opened(
             return Reference(scorer, model.base)
         # Copy the arrays, because the first update donates the originals.
         return Reference(scorer, copied(model.params), model.whole)
-    frozen = open_model(
+    frozen = describe_model(
         directory,
         mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
         dtype=model.dtype.name,
-        seed=0,
         make_tokenizer=partial(tokenizer_of, list),
         # Next to a critic on the policy's backbone it has the policy's tree.
         head=model.config.head if follows else "lm",
         rules=model.rules,
         option=option,
-        weights=not is_abstract(model.params),
     )
+    if not is_abstract(model.params):
+        frozen = with_weights(frozen, seed=0, option=option)
     require_same_ids(directory, model, option)
     check_beside(frozen.config, directory, longest, option)
     if follows:

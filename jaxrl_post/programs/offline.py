@@ -310,7 +310,7 @@ def _loop(
 def _begun(
     job: Job, config: OfflineConfig, model: Model
 ) -> tuple[Learner, TrainState, Reference | None]:
-    """What trains, at step 0; abstract for an abstract model."""
+    """Makes learner, state and reference of step 0; abstract of an abstract model."""
     learner, state = begin_training(
         model,
         job.objective,
@@ -333,7 +333,7 @@ def _begun(
 
 
 def _memory(job: Job, config: OfflineConfig, model: Model) -> MemoryTable:
-    """What a run takes on a device, given its abstract model."""
+    """Tells the memory that a run takes on a device, given its abstract model."""
     learner, state, reference = _begun(job, config, model)
     rows, longest = learner.microbatch_rows, job.sequences * config.max_tokens
     row_tokens = packing.largest_row(

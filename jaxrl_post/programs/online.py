@@ -294,7 +294,7 @@ def _loop(
 def _memory(
     algorithm: Algorithm, tasks: TaskSets, config: RLConfig, model: Model
 ) -> MemoryTable:
-    """What a run takes on a device, given its abstract model."""
+    """Tells the memory that a run takes on a device, given its abstract model."""
     updater = make_updater(config, model, algorithm, tasks)
     critic, reference, judge = updater.critic, updater.reference, None
     if config.reward.model is not None:

@@ -44,7 +44,7 @@ from jaxrl_post.learner.learner import (
 from jaxrl_post.learner.memory import MemoryTable
 from jaxrl_post.learner.model import (
     Model,
-    open_model,
+    describe_model,
     save_model,
     versions,
     with_weights,
@@ -298,15 +298,13 @@ def open_run[Config: RunConfig](
         if target is not None:
             check_push(target, console)
         console.print(f"opening model {config.model}", markup=False, highlight=False)
-        model = open_model(
+        model = describe_model(
             config.model if initial is None else str(initial),
             mesh=config.mesh,
             dtype=config.dtype,
-            seed=config.seed,
             make_tokenizer=make_tokenizer,
             head=head,
             template=template,
-            weights=False,
         )
         if line := template_line(template, model.tokenizer):
             console.print(line, markup=False, highlight=False)

@@ -16,7 +16,7 @@ from jaxrl_post.config.optimizer import OptimizerConfig, OptimizerName
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.adapters import with_adapter
-from jaxrl_post.learner.model import layout_table
+from jaxrl_post.learner.memory import layout_table
 from jaxrl_post.models import MixtureOfExperts, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapter_specs
 from jaxrl_post.models.matrix import path_name

@@ -17,7 +17,8 @@ from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.learner import begin_training
-from jaxrl_post.learner.model import Model, layout_table
+from jaxrl_post.learner.memory import layout_table
+from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Reference, Sync, open_reference
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.rollout.weights import buffer_pointers

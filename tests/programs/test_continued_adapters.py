@@ -93,10 +93,10 @@ def test_step_0_is_the_adapter_merged_and_is_the_reference(base, tmp_path, optio
         np.testing.assert_allclose(found, merged_model, rtol=1e-4, atol=1e-5)
 
     close(model.whole(state.params))
-    close(reference.params)
+    close(reference.whole(reference.params))
     # The first update takes the trained arrays, and the reference stays.
     state, _ = learner.update(state, batch, where="step 1")
-    close(reference.params)
+    close(reference.whole(reference.params))
     after = learner.scorer.predict(model.whole(state.params), batch).logprobs
     assert np.abs(np.subtract(after, merged_model)).max() > 1e-3
 

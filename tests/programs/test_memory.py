@@ -1,4 +1,4 @@
-"""What a run takes in memory is told before anything is allocated."""
+"""A run tells the memory that it takes before anything is allocated."""
 
 import dataclasses
 import io
@@ -13,6 +13,7 @@ from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RewardModelConfig, RLConfig
 from jaxrl_post.programs import offline, online, run
 from jaxrl_post.types import PyTree
@@ -40,6 +41,16 @@ RUNS = {
         "critic": CriticConfig(model="other"),
         "reward": RewardModelConfig(model="judge"),
         "rollout": {"draft": "other", "guesses": 2},
+    },
+    "reference_that_follows": {
+        "dtype": "bfloat16", "optimizer": OptimizerConfig("muon"),
+        "algorithm": AlgorithmConfig(
+            kl_coefficient=0.1, reference_sync_steps=2, reference_mixup=0.5
+        ),
+    },
+    "adapter_that_follows": {
+        "algorithm": AlgorithmConfig(kl_coefficient=0.1, reference_sync_steps=2),
+        "lora": RANK2, "optimizer": OptimizerConfig("adafactor"),
     },
     "mesh": {"mesh": "dp2,fsdp2,tp2", "algorithm": AlgorithmConfig("ppo")},
 }  # fmt: skip
