@@ -159,7 +159,7 @@ def _naming(option: str) -> Iterator[None]:
 def open_model(
     name: str,
     *,
-    mesh: str,
+    mesh: str | Mesh,
     dtype: str | None,
     seed: int,
     make_tokenizer: Callable[[int], Tokenizer],
@@ -173,7 +173,7 @@ def open_model(
 
     Args:
         name: a Hugging Face directory or a key of `presets.PRESETS`.
-        mesh: mesh axes with sizes, such as "dp4,tp8".
+        mesh: mesh axes with sizes, such as "dp4,tp8", for all devices; or a mesh.
         dtype: dtype of the parameters, None for the checkpoint's dtype.
         seed: seed of a preset's weights.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
@@ -194,7 +194,7 @@ def open_model(
             are read or programs compiled.
     """
     with _naming("--mesh"):
-        device_mesh = create_mesh(mesh)
+        device_mesh = mesh if isinstance(mesh, Mesh) else create_mesh(mesh)
     stored = is_stored(name)
     if stored:
         tokenizer = read_tokenizer(name, option)

@@ -109,7 +109,7 @@ def open_reference(
         return Reference(scorer, copied(model.params))
     frozen = open_model(
         directory,
-        mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
+        mesh=model.mesh,
         dtype=model.dtype.name,
         seed=0,
         make_tokenizer=partial(tokenizer_of, list),
