@@ -323,6 +323,7 @@ def _check_rl(config: RLConfig) -> None:
         )
     _check_rollout(config)
     _check_turns(config)
+    _check_ahead(config)
     if config.reward.model is None and config.reward != RewardModelConfig():
         raise ConfigError(
             "--reward.*: there is no reward model; give --reward.model, or drop the "
@@ -506,6 +507,37 @@ def _check_turns(config: RLConfig) -> None:
         raise ConfigError(
             "--rollout.partial: samples that were begun by earlier parameters need a "
             "correction; drop --algorithm.correction.kind none"
+        )
+
+
+def _check_ahead(config: RLConfig) -> None:
+    """Refuses what does not go with samplers of their own, or with `rollout.ahead`."""
+    ahead, given = config.rollout.ahead, []
+    if ahead:
+        given.append(f"--rollout.ahead {ahead}")
+    if config.samplers:
+        given.append(f"--samplers {config.samplers}")
+    if not given:
+        return
+    if config.rollout.partial:
+        raise ConfigError(
+            f"--rollout.partial: with {given[0]} each batch is sampled wholly by one "
+            "version of the parameters; drop one of the two"
+        )
+    if config.distill.data == "demonstrations":
+        raise ConfigError(
+            f"{given[0]}: nothing is sampled with --distill.data demonstrations; drop "
+            "the option"
+        )
+    if ahead and config.algorithm.correction.kind == "none":
+        raise ConfigError(
+            f"{given[0]}: samples of earlier parameters need a correction; drop "
+            "--algorithm.correction.kind none"
+        )
+    if config.samplers and config.reward.model is not None:
+        raise ConfigError(
+            f"--reward.model: with {given[-1]} answers are judged while the reward "
+            "model's devices train; drop one of the two"
         )
 
 

@@ -64,6 +64,10 @@ class RLConfig(RunConfig):
         distill: how distillation compares student and teacher.
         reward: reward model that judges in addition to the environment.
         rollout: how samples are drawn and judged.
+        samplers: number of samplers with devices of their own, which sample while the
+            other devices train; each has as many of the last devices as `rollout.mesh`
+            names, one without it. 0: sampling takes turns with training, on the same
+            devices. With `exact` the run is the same for any number.
         exact: the sampler's log-probs equal the trainer's to the last bit, for every
             batch, at the cost of speed: a run stops if any differs, and needs no pass
             for old log-probs. The sampler and the log-probs are then XLA programs;
@@ -86,6 +90,7 @@ class RLConfig(RunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    samplers: Annotated[int, NOT_NEGATIVE, FREE] = 0
     exact: bool = False
     mismatch: Annotated[MismatchConfig, FREE] = field(default_factory=MismatchConfig)
 

@@ -36,6 +36,11 @@ class RolloutConfig:
             which the sampler uses the trainer's own arrays. On another mesh it has a
             copy of the parameters, made again for every step. Where --mesh has fsdp, a
             mesh of dp and tp decodes without gathering the weights for every token.
+            With --samplers, the mesh of each sampler on its own devices.
+        ahead: steps by which sampling is ahead of training: the samples of step t are
+            all drawn with the parameters with which step t - `ahead` begins, those of
+            step 1 for the first steps. 0 for the step's own parameters. With --samplers
+            and 1, the samples of the next step are drawn while a step trains.
         dtype: dtype of the sampler's parameters; None for --dtype.
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
             at a time; bounds the temporary memory.
@@ -126,6 +131,7 @@ class RolloutConfig:
     """
 
     mesh: Annotated[str, FREE] = ""
+    ahead: Annotated[int, NOT_NEGATIVE] = 0
     dtype: Literal["float32", "bfloat16"] | None = None
     publish_mib: Annotated[int, COUNT, FREE] = 1024
     prompts_per_step: Annotated[int, COUNT] = 32

@@ -165,7 +165,7 @@ def _naming(option: str) -> Iterator[None]:
 def describe_model(
     name: str,
     *,
-    mesh: str,
+    mesh: str | Mesh,
     dtype: str | None,
     make_tokenizer: Callable[[int], Tokenizer],
     head: Head = "lm",
@@ -179,7 +179,7 @@ def describe_model(
 
     Args:
         name: a Hugging Face directory or a key of `presets.PRESETS`.
-        mesh: mesh axes with sizes, such as "dp4,tp8".
+        mesh: mesh axes with sizes, such as "dp4,tp8", for all devices; or a mesh.
         dtype: dtype of the parameters, None for the checkpoint's dtype.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
         head: head of the model; if the directory has no value head, it gets zeros.
@@ -196,7 +196,7 @@ def describe_model(
         MeshError: the mesh does not fit the devices or the model.
     """
     with _naming("--mesh"):
-        device_mesh = create_mesh(mesh)
+        device_mesh = mesh if isinstance(mesh, Mesh) else create_mesh(mesh)
     stored = is_stored(name)
     if stored:
         tokenizer = read_tokenizer(name, option)

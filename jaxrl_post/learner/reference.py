@@ -253,7 +253,7 @@ def _opened(
         return Reference(scorer, copied(model.params), model.whole)
     frozen = describe_model(
         directory,
-        mesh=",".join(f"{name}{size}" for name, size in model.mesh.shape.items()),
+        mesh=model.mesh,
         dtype=model.dtype.name,
         make_tokenizer=partial(tokenizer_of, list),
         # Next to a critic on the policy's backbone it has the policy's tree.

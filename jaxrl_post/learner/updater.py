@@ -390,7 +390,7 @@ class Updater:
         stale = [batch.loss_mask & (batch.versions < version) for batch in batches]
         # Unfinished episodes and groups that wait for a step are older than the step.
         # With these options the array is always there, so that one program is compiled.
-        always = bool(rollout.partial or rollout.dynamic_sampling)
+        always = bool(rollout.partial or rollout.dynamic_sampling or rollout.ahead)
         if always or any(each.any() for each in stale):
             batches = [
                 batch.replace(stale=each)  # type: ignore[attr-defined]

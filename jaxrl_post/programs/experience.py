@@ -142,6 +142,7 @@ class Experience:
             RolloutTimeoutError: the rollouts took too long.
         """
         sampled, deadline = list[Group](), self._deadline()
+        sampler.renew()
         buffer.open()
         while True:
             if count := buffer.admits(self.collector.in_flight):
@@ -187,6 +188,7 @@ class Experience:
         """
         begin = time.perf_counter()
         self._suspend()
+        sampler.renew()
         tasks = self._tasks["eval"]
         numbered = [(EVAL_IDS + i, tasks[i]) for i in range(self.held_out_size)]
         # A second collector, so that training's unfinished groups stay untouched.

@@ -16,7 +16,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs import WorkerPool
+from jaxrl_post.envs import AgentEnvironment, WorkerPool
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.tasks import (
@@ -40,11 +40,15 @@ from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
 from jaxrl_post.programs.build.engine import engine_sizes, make_engine, sampler_memory
 from jaxrl_post.programs.build.judge import check_judge
-from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
+from jaxrl_post.programs.build.layouts import (
+    SamplerLayout,
+    sampler_layouts,
+    split_devices,
+)
 from jaxrl_post.programs.build.trainer import make_trainer, make_updater
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.loop import train
-from jaxrl_post.programs.rl import MEASURED, OnlineTrainer
+from jaxrl_post.programs.rl import MEASURED, Apart, OnlineTrainer
 from jaxrl_post.programs.run import (
     Run,
     RunResult,
@@ -55,7 +59,7 @@ from jaxrl_post.programs.run import (
     warm_started,
 )
 from jaxrl_post.records.sinks import warnings_shown
-from jaxrl_post.sharding import split_size
+from jaxrl_post.sharding import processes, split_size
 
 __all__ = ["run_rl"]
 
@@ -90,6 +94,11 @@ def run_rl(
     )
     check_run(config, algorithm)
     check_metric(config, MEASURED, own=True)
+    if config.samplers and processes.count() > 1:
+        raise ConfigError(
+            f"--samplers: splits the devices of one process; this run has "
+            f"{processes.count()}. Drop the option"
+        )
     fetched = fetch_run(config, console=console)
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")
@@ -115,6 +124,7 @@ def run_rl(
             command=command,
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
             memory=functools.partial(_memory, algorithm, tasks),
+            mesh=split_devices(config)[0] if config.samplers else None,
             tasks=tasks,
             head="lm+value" if shared else "lm",
             complete=functools.partial(_measured, fitting, algorithm),
@@ -171,7 +181,7 @@ def _measured(
     require_same_ids(config.algorithm.reference, model, "--algorithm.reference")
     require_same_ids(config.rollout.draft, model, "--rollout.draft")
     require_same_ids(config.critic.model, model, "--critic.model")
-    weights = sampler_layout(config.rollout, model)
+    weights = sampler_layouts(config, model)[0]
     if config.exact:
         _check_exact(model, weights)
         if config.kernels not in ("auto", "xla"):
@@ -254,30 +264,46 @@ def _trainer(
     stack: contextlib.ExitStack,
 ) -> OnlineTrainer:
     config, model = run.config, run.model
-    layout = sampler_layout(config.rollout, model)
-    _tell_gathers(run, layout)
-    engine = make_engine(
-        config.rollout,
-        model,
-        layout,
-        seed=config.seed,
-        exact=config.exact,
-        kept_ids=config.kept_ids,
-        kernels=config.kernels,
-    )
+    if config.samplers and isinstance(tasks.environment, AgentEnvironment):
+        raise ConfigError(
+            f"--samplers: agents call the sampler of the trainer's devices; got "
+            f"{config.samplers} with --env {config.env}; drop the option"
+        )
+    layouts = sampler_layouts(config, model)
+    _tell_gathers(run, layouts[0])
+    samplers = [
+        (
+            make_engine(
+                config.rollout,
+                model,
+                layout,
+                seed=config.seed,
+                exact=config.exact,
+                kept_ids=config.kept_ids,
+                kernels=config.kernels,
+            ),
+            layout,
+        )
+        for layout in layouts
+    ]
     environment = tasks.environment
     demonstrations = None
     if config.distill.data == "demonstrations":
         demonstrations = _demonstrations(tasks, config, model)
-    return make_trainer(
+    collector = open_collector(config, model, environment, judges, samplers[0][0])
+    trainer = make_trainer(
         make_updater(config, model, algorithm, tasks),
         tasks,
-        stack.enter_context(open_collector(config, model, environment, judges, engine)),
-        engine,
-        layout,
+        stack.enter_context(collector),
+        samplers,
         demonstrations=demonstrations,
         directory=run.directory,
     )
+    if trainer.ahead is not None:
+        stack.callback(trainer.ahead.close)
+    if isinstance(trainer.weights, Apart):
+        stack.callback(trainer.weights.stop)
+    return trainer
 
 
 def _loop(
@@ -305,7 +331,7 @@ def _memory(
             dtype=model.dtype,
             weights=False,
         )
-    layout = sampler_layout(config.rollout, model)
+    layout = sampler_layouts(config, model)[0]
     return layout_table(
         model,
         config.update,
@@ -317,7 +343,12 @@ def _memory(
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
         judge=judge,
-        sampler=sampler_memory(config.rollout, model, layout),
+        sampler=sampler_memory(
+            config.rollout,
+            model,
+            layout,
+            versions=1 + config.rollout.ahead if config.samplers else 1,
+        ),
     )
 
 

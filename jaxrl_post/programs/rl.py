@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +25,15 @@ from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.rollouts import RolloutLog
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
 from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.ahead import Ahead
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.episode import Episode, Group
+from jaxrl_post.rollout.fleet import Fleet
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import processes
 
-__all__ = ["MEASURED", "Colocated", "Imitated", "OnlineTrainer"]
+__all__ = ["MEASURED", "Apart", "Colocated", "Imitated", "OnlineTrainer"]
 
 # Metrics that every evaluation has; an environment has others of its own.
 MEASURED = (
@@ -40,6 +43,8 @@ MEASURED = (
 
 # Key of a checkpoint's meta: samples of the last step, logged with its evaluation.
 SHOWN = "samples_due"
+# Key of a checkpoint's meta: the batches that were sampled ahead of their steps.
+AHEAD = "ahead"
 
 
 @dataclass
@@ -62,10 +67,6 @@ class Colocated:
     def publish(self) -> Published:
         """Hands the current parameters to the sampler."""
         begin = time.perf_counter()
-        # A run that is resumed here has no guesses to go by, and no keys of an
-        # evaluation that may have come before with the same parameters.
-        self.engine.guessing.restart()
-        self.engine.forget()
         state = self.updater.state
         published = self.layout.publish(
             self.engine, self.updater.model, state.params, int(state.step)
@@ -88,6 +89,48 @@ class Colocated:
         # Counted in this process: a resumed run compiles again.
         found["time/compilations"] = float(self.engine.compilations.total())
         return found
+
+
+@dataclass
+class Apart:
+    """Weights of samplers that have devices of their own.
+
+    Attributes:
+        samplers: each with where it has the parameters.
+        updater: has the parameters.
+    """
+
+    samplers: Sequence[tuple[Engine, SamplerLayout]]
+    updater: Updater
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _spent: dict[str, float] = field(default_factory=dict, init=False)
+
+    def publish(self) -> Fleet:
+        """Begins to copy the current parameters to the samplers' devices.
+
+        The samplers may still use earlier ones meanwhile.
+        """
+        begin = time.perf_counter()
+        state, model = self.updater.state, self.updater.model
+        version = int(state.step)
+        published = [
+            layout.publish(engine, model, state.params, version)
+            for engine, layout in self.samplers
+        ]
+        fleet = Fleet(published, self._stop)
+        self._spent["publish/bytes_moved"] = float(fleet.bytes_moved)
+        self._spent["time/publish"] = time.perf_counter() - begin
+        return fleet
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what publishing took since the last call."""
+        found, self._spent = self._spent, {}
+        compiled = sum(engine.compilations.total() for engine, _ in self.samplers)
+        return found | {"time/compilations": float(compiled)}
+
+    def stop(self) -> None:
+        """Makes samplers that run in a thread end soon, with an error."""
+        self._stop.set()
 
 
 @dataclass
@@ -123,12 +166,16 @@ class OnlineTrainer(Trainer):
         updater: trains on groups of episodes, or on demonstrations.
         weights: the sampler's parameters.
         experience: collects episodes, and evaluates.
+        queue: the groups that wait for later steps; None if nothing is sampled.
+        ahead: samples batches before their steps; None to sample each in its step.
         directory: of the run; None to log no samples.
     """
 
     updater: Updater
-    weights: Colocated = field(kw_only=True)
+    weights: Colocated | Apart = field(kw_only=True)
     experience: Experience = field(kw_only=True)
+    queue: Buffer | None = field(default=None, kw_only=True)
+    ahead: Ahead | None = field(default=None, kw_only=True)
     directory: RunDirectory | None = field(default=None, kw_only=True)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
@@ -161,7 +208,13 @@ class OnlineTrainer(Trainer):
             FailedRolloutsError: too many answers could not be judged.
             RolloutTimeoutError: sampling or judging took too long.
         """
+        self.settle()
         return self.experience.evaluate(self.weights.publish())
+
+    def settle(self) -> None:
+        """Waits until no batch is being sampled."""
+        if self.ahead is not None:
+            self.ahead.settle()
 
     @property
     def indices(self) -> grain.DatasetIterator:
@@ -191,12 +244,14 @@ class OnlineTrainer(Trainer):
 
     def meta(self, *, due: bool = False) -> dict[str, Any]:
         """Returns everything in a checkpoint but arrays and the iterator, as JSON."""
+        # What waits was sampled by earlier parameters, which no checkpoint holds.
+        self.settle()
         shown = map(dataclasses.asdict, self._trained_on if due else ())
-        queue = self.buffer.to_json() if isinstance(self.buffer, Buffer) else []
         return {
             "seed": self.config.seed,
             **self.experience.state(),
-            "queue": queue,
+            "queue": [] if self.queue is None else self.queue.to_json(),
+            **({} if self.ahead is None else {AHEAD: self.ahead.state()}),
             SHOWN: list(shown),
         }
 
@@ -204,8 +259,10 @@ class OnlineTrainer(Trainer):
         """Restores values of `snapshot` and `meta`."""
         self.updater.load_snapshot(snapshot)
         self.experience.restore(meta)
-        if isinstance(self.buffer, Buffer):
-            self.buffer.load(meta["queue"])
+        if self.queue is not None:
+            self.queue.load(meta["queue"])
+        if self.ahead is not None:
+            self.ahead.restore(meta.get(AHEAD, ()))
         self._trained_on = [Sample(**each) for each in meta.get(SHOWN, ())]
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -238,6 +239,7 @@ def open_run[Config: RunConfig](
     command: str,
     make_tokenizer: Callable[[int], Tokenizer],
     memory: Callable[[Config, Model], MemoryTable],
+    mesh: Mesh | None = None,
     tasks: TaskSets | None = None,
     head: Head = "lm",
     complete: Callable[[Config, Model], Config] = lambda config, model: config,
@@ -251,6 +253,7 @@ def open_run[Config: RunConfig](
         command: the command line.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
         memory: tells what the run will take on a device, given the abstract model.
+        mesh: of the trainer; None for `config.mesh` over all devices.
         tasks: of the environment, if it has them from one; a resumed run must have the
             same.
         head: of the model.
@@ -300,7 +303,7 @@ def open_run[Config: RunConfig](
         console.print(f"opening model {config.model}", markup=False, highlight=False)
         model = describe_model(
             config.model if initial is None else str(initial),
-            mesh=config.mesh,
+            mesh=mesh or config.mesh,
             dtype=config.dtype,
             make_tokenizer=make_tokenizer,
             head=head,

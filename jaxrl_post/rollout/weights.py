@@ -24,6 +24,7 @@ __all__ = [
     "MovedArrays",
     "Published",
     "Relayout",
+    "Transfer",
     "buffer_pointers",
     "bytes_over_links",
 ]
@@ -53,6 +54,25 @@ class Published:
     def busy(self) -> bool:
         """Whether requests are waiting or running."""
         return self.engine.busy
+
+    @property
+    def running(self) -> bool:
+        """Whether a burst was started and not collected."""
+        return self.engine.running
+
+    @property
+    def ended(self) -> bool:
+        """Whether `collect` would return at once, with the results of a burst."""
+        return self.engine.ended
+
+    def renew(self) -> None:
+        """Begins other work, independent of what the engine saw before.
+
+        A run that is resumed here has no guesses to go by, and no keys of an evaluation
+        that may have come before with the same parameters.
+        """
+        self.engine.guessing.restart()
+        self.engine.forget()
 
     def check(self, request: Request) -> None:
         """Raises ValueError if `submit` would refuse the request."""
@@ -201,6 +221,44 @@ class Relayout:
             groups[-1].ways.append(way)
             total += way.largest_bytes
         return groups
+
+
+class Transfer:
+    """Copies a tree of arrays to other devices of this process.
+
+    The copies of a call stay valid: later calls make new ones.
+
+    Args:
+        targets: tree of ShapeDtypeStructs with a sharding each.
+        once: the arrays never change, so that only the first call copies them.
+    """
+
+    def __init__(self, targets: PyTree, *, once: bool = False) -> None:
+        self.targets, self._once = targets, once
+        self._kept: PyTree = None
+
+    def __call__(self, tree: PyTree) -> tuple[PyTree, int]:
+        """Returns the tree on the targets' devices, and the bytes that they received.
+
+        The copies are under way when the call returns. The sources may be donated then.
+        """
+
+        if self._kept is not None:
+            return self._kept, 0
+
+        def copy(leaf: Array, target: jax.ShapeDtypeStruct) -> Array:
+            return jax.device_put(leaf.astype(target.dtype), target.sharding)
+
+        moved = jax.tree.map(copy, tree, self.targets)
+        sent = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape))
+            * leaf.dtype.itemsize
+            * leaf.sharding.num_devices
+            for leaf in jax.tree.leaves(moved)
+        )
+        if self._once:
+            self._kept = moved
+        return moved, sent
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,18 @@ class Engine:
         return self.scheduler.busy
 
     @property
+    def running(self) -> bool:
+        """Whether a burst was started and not collected."""
+        return bool(self._running)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the first burst has ended, so that `collect` does not wait."""
+        return self.running and all(
+            leaf.is_ready() for leaf in jax.tree.leaves(self._running[0].emitted)
+        )
+
+    @property
     def compilations(self) -> collections.Counter[str]:
         """Number of programs compiled since the engine was made, by function.
 

@@ -20,6 +20,10 @@ class Sampler(Protocol):
         """Whether requests are waiting or running."""
         ...
 
+    def renew(self) -> None:
+        """Begins other work, which uses nothing that was held of earlier requests."""
+        ...
+
     def check(self, request: Request) -> None:
         """Raises ValueError if `submit` would refuse the request."""
         ...

@@ -151,7 +151,7 @@ def _compare(config: RLConfig, told: dict) -> None:
         same(told["judge"], judge.params)
     same(told["sampler"].cache, engine.cache)
     same(told["sampler"].draft, engine.drafting)
-    same(told["sampler"].copies, trainer.weights.layout.copies)
+    same(told["sampler"].copies, [trainer.weights.layout.copies])
     assert (config.rollout.draft is None) == (told["sampler"].draft is None)
 
 

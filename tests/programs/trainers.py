@@ -122,8 +122,7 @@ def make_trainer(
         ),
         environment,
         make_collector(config.rollout, model, judges),
-        engine,
-        sampler_layout(config.rollout, model),
+        [(engine, sampler_layout(config.rollout, model))],
         demonstrations=demonstrations,
     )
 

@@ -13,6 +13,7 @@ from jaxrl_post.learner.memory import SamplerMemory
 from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.learner.reference import require_same_ids
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.spec import copied
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Draft, Engine, EngineConfig
@@ -97,7 +98,7 @@ def make_engine(
 
 
 def sampler_memory(
-    rollout: RolloutConfig, model: Model, weights: SamplerLayout
+    rollout: RolloutConfig, model: Model, weights: SamplerLayout, *, versions: int = 1
 ) -> SamplerMemory:
     """Returns the shapes of the arrays that a run's sampler will keep.
 
@@ -105,6 +106,7 @@ def sampler_memory(
         rollout: how samples are drawn.
         model: the trained model, whose parameters may be abstract.
         weights: the sampler's mesh and dtype.
+        versions: most versions of the parameters that it has at a time.
 
     Raises:
         ConfigError, MeshError: as `make_engine`.
@@ -122,7 +124,7 @@ def sampler_memory(
     return SamplerMemory(
         cache(model.config),
         draft and (draft.params, cache(draft.config)),
-        weights.copies,
+        [copied(weights.copies) for _ in range(versions)],
         mesh,
     )
 

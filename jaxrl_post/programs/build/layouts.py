@@ -10,19 +10,34 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.model import Model
+from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.models import DecoderParams, param_specs
 from jaxrl_post.models.adapters.quantized import Quantizer, quantize
 from jaxrl_post.models.matrix import is_matrix, matrices, part_axes
 from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
-from jaxrl_post.rollout.weights import Published, Relayout
+from jaxrl_post.rollout.weights import Published, Relayout, Transfer
 from jaxrl_post.sampler import Engine
-from jaxrl_post.sharding import MeshError, Rules, dividing_axes, parse_mesh
+from jaxrl_post.sharding import (
+    MeshError,
+    Rules,
+    create_mesh,
+    dividing_axes,
+    parse_mesh,
+)
 from jaxrl_post.sharding.reshard import plan_reshard
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["SamplerLayout", "gathered_bytes", "same_devices", "sampler_layout"]
+__all__ = [
+    "SamplerLayout",
+    "gathered_bytes",
+    "same_devices",
+    "sampler_layout",
+    "sampler_layouts",
+    "split_devices",
+]
 
 
 @dataclass
@@ -30,7 +45,7 @@ class SamplerLayout:
     """Layout and dtype of the sampler's parameters, and how they are published.
 
     Attributes:
-        mesh: the sampler's mesh, on the trainer's devices.
+        mesh: the sampler's mesh, on the trainer's devices or on its own.
         dtype: dtype of the sampler's parameters.
         weights: quantises the trained matrices, or an adapter's base; None where the
             sampler has them as they are.
@@ -44,8 +59,8 @@ class SamplerLayout:
     dtype: jnp.dtype
     weights: Quantizer | None = None
     codes: PyTree = None
-    trained: Relayout | None = None
-    frozen: Relayout | None = None
+    trained: Relayout | Transfer | None = None
+    frozen: Relayout | Transfer | None = None
 
     @property
     def copies(self) -> PyTree:
@@ -115,12 +130,15 @@ class SamplerLayout:
         return Published(engine, model.whole(params), version, sent)
 
 
-def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
+def sampler_layout(
+    rollout: RolloutConfig, model: Model, *, own: Mesh | None = None
+) -> SamplerLayout:
     """Reads `--rollout.mesh`, `--rollout.dtype` and `--rollout.weights`.
 
     Args:
         rollout: how samples are drawn.
         model: the trained model, on the trainer's mesh.
+        own: mesh of devices that the sampler has for itself; None for the trainer's.
 
     Raises:
         MeshError: the mesh does not fit the devices or the model.
@@ -135,12 +153,21 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
         )
         base = codes = quantize(shapes, rollout.weights)
     try:
-        mesh = same_devices(rollout.mesh, model.mesh)
+        mesh = own or same_devices(rollout.mesh, model.mesh)
         if mesh is model.mesh and dtype == model.dtype:
             return SamplerLayout(mesh, dtype, weights, codes)
         trained, frozen = _targets(model, base, mesh, dtype)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
+    if own is not None:
+        return SamplerLayout(
+            mesh,
+            dtype,
+            weights,
+            codes,
+            Transfer(trained),
+            None if frozen is None else Transfer(frozen, once=True),
+        )
     size = rollout.publish_mib * 2**20
     return SamplerLayout(
         mesh,
@@ -150,6 +177,50 @@ def sampler_layout(rollout: RolloutConfig, model: Model) -> SamplerLayout:
         Relayout(trained, group_bytes=size),
         None if frozen is None else Relayout(frozen, group_bytes=size),
     )
+
+
+def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
+    """The layout of each sampler of a run: one, or those of `--samplers`.
+
+    Raises:
+        MeshError: as `sampler_layout` and `split_devices`.
+    """
+    if not config.samplers:
+        return [sampler_layout(config.rollout, model)]
+    _, *meshes = split_devices(config)
+    return [sampler_layout(config.rollout, model, own=own) for own in meshes]
+
+
+def split_devices(config: RLConfig) -> list[Mesh]:
+    """The trainer's mesh, and the mesh of each of `--samplers`, at least one.
+
+    The trainer has the first devices, as many as `--mesh` names or all that are left.
+    Each sampler has as many of the last ones as `--rollout.mesh` names, one without it.
+
+    Raises:
+        MeshError: there are too few devices, or a mesh does not fill its own.
+    """
+    devices = jax.devices()
+    spec = config.rollout.mesh or "dp1"
+    each = math.prod(read_mesh(spec).values())
+    left = len(devices) - config.samplers * each
+    if each < 1 or left < 1:
+        raise MeshError(
+            f"--samplers: {config.samplers} samplers of --rollout.mesh {spec} leave no "
+            f"device of {len(devices)} for the trainer; give fewer or smaller ones"
+        )
+    # Axes with sizes may name fewer devices than are left.
+    size = math.prod(read_mesh(config.mesh).values())
+    count = size if 0 < size <= left else left
+    try:
+        trainer = create_mesh(config.mesh, devices[:count])
+    except MeshError as error:
+        raise MeshError(
+            f"--{error}. Of {len(devices)} devices {len(devices) - left} are the "
+            "samplers'"
+        ) from error
+    starts = range(left, len(devices), each)
+    return [trainer, *(create_mesh(spec, devices[i : i + each]) for i in starts)]
 
 
 def gathered_bytes(params: PyTree) -> int:

@@ -1,6 +1,7 @@
 """Joins the parts of a run that samples to its trainer."""
 
 import functools
+from collections.abc import Sequence
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.horizon import optimizer_steps
@@ -17,10 +18,13 @@ from jaxrl_post.learner.updater import Critic, Updater, longest_sequence
 from jaxrl_post.programs.build.judge import open_judge
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Experience, make_buffer
-from jaxrl_post.programs.rl import Colocated, Imitated, OnlineTrainer
+from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
 from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.rollout.ahead import Ahead, Sampled
+from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.collector import Collector
 from jaxrl_post.sampler import Engine
+from jaxrl_post.sampler.port import Sampler
 
 __all__ = ["make_trainer", "make_updater"]
 
@@ -105,8 +109,7 @@ def make_trainer(
     updater: Updater,
     environment: Environment,
     collector: Collector,
-    engine: Engine,
-    layout: SamplerLayout,
+    samplers: Sequence[tuple[Engine, SamplerLayout]],
     *,
     demonstrations: Demonstrations | None = None,
     directory: RunDirectory | None = None,
@@ -117,8 +120,8 @@ def make_trainer(
         updater: with the config, the model and the algorithm of the run.
         environment: has the tasks.
         collector: runs episodes.
-        engine: the sampler.
-        layout: where the sampler has the parameters.
+        samplers: one, or those that have devices of their own, each with where it has
+            the parameters.
         demonstrations: to train on instead of episodes; None for episodes.
         directory: of the run; None to log no samples.
 
@@ -146,14 +149,28 @@ def make_trainer(
             now=model.tokenizer.now,
         ),
     )
-    weights = Colocated(engine, layout, updater)
+    if config.samplers:
+        weights = Apart(samplers, updater)
+    else:
+        weights = Colocated(*samplers[0], updater)
     if demonstrations is None:
+        queue = make_buffer(config, by_part=by_part)
+        ahead = None
+        if config.samplers or config.rollout.ahead:
+            ahead = Ahead(
+                functools.partial(_sampled, experience, queue),
+                config.rollout.ahead,
+                config.steps,
+                beside=config.samplers > 0,
+            )
         return OnlineTrainer(
-            make_buffer(config, by_part=by_part),
+            ahead or queue,
             updater,
             weights=weights,
-            producer=experience,
+            producer=ahead or experience,
             experience=experience,
+            queue=queue,
+            ahead=ahead,
             directory=directory,
         )
     rollout = config.rollout
@@ -165,3 +182,11 @@ def make_trainer(
         experience=experience,
         directory=directory,
     )
+
+
+def _sampled(
+    experience: Experience, queue: Buffer, sampler: Sampler, number: int
+) -> Sampled:
+    """The batch of a step; groups that are left over wait in the queue."""
+    metrics = experience.feed(queue, sampler, number)
+    return Sampled(queue.take(), metrics)

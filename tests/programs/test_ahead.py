@@ -1,0 +1,147 @@
+"""Runs whose samples are drawn ahead of their step, beside training or in turns."""
+
+import dataclasses
+import functools
+import io
+import itertools
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from jaxrl_post import pretrained
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import CheckpointConfig, EvalConfig
+from jaxrl_post.learner import model
+from jaxrl_post.learner.updater import Updater
+from jaxrl_post.programs import online
+from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.sharding import MeshError, create_mesh
+from tests.programs.trainers import CONFIG, RL, make_model
+from tests.tiers import daily
+
+STEPS = 5
+# Seconds, and what depends on them.
+TIMED = ("time/", "throughput/", "idle/", "publish/", "sampler/")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> RLConfig:
+    """A run of five steps on one device; its samples are exact."""
+    made, folder = make_model(), tmp_path_factory.mktemp("ahead")
+    pretrained.save(folder / "model", CONFIG, made.params, tokenizer=made.tokenizer)
+    return dataclasses.replace(
+        RL,
+        model=str(folder / "model"),
+        mesh="dp4",
+        exact=True,
+        steps=STEPS,
+        eval=EvalConfig(num_tasks=4, every=2),
+        checkpoint=CheckpointConfig(every=2, keep=9),
+    )
+
+
+def run(config: RLConfig, folder: Path, *, ahead: int, stop=lambda: False, **options):
+    rollout = dataclasses.replace(config.rollout, ahead=ahead)
+    config = dataclasses.replace(
+        config, rollout=rollout, run_dir=str(folder), **options
+    )
+    console = Console(file=io.StringIO(), width=200)
+    return online.run_rl(config, console=console, command="", should_stop=stop)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    found = load_file(folder / "model/model.safetensors")
+    return {name: array.tobytes() for name, array in found.items()}
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    rows = read_rows(RunDirectory(folder).metrics)
+    return [
+        {
+            name: value
+            for name, value in row["metrics"].items()
+            if not name.startswith(TIMED)
+        }
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def in_turns(base, coin, tmp_path_factory):
+    """Weights and metrics of the run on the trainer's devices alone, by `ahead`."""
+
+    @functools.cache
+    def outcome(ahead: int):
+        folder = tmp_path_factory.mktemp("turns") / "run"
+        four = functools.partial(create_mesh, devices=jax.devices()[:4])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "create_mesh", four)
+            run(base, folder, ahead=ahead)
+        return weights(folder), metrics(folder)
+
+    return outcome
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    ("ahead", "samplers"),
+    daily(itertools.product([0, 1, 3], [1, 2, 3]), {(1, 2), (3, 3)}),
+)
+def test_a_run_is_the_same_on_any_number_of_samplers(
+    base, in_turns, tmp_path, ahead, samplers
+):
+    run(base, tmp_path / "run", ahead=ahead, samplers=samplers)
+    expected = in_turns(ahead)
+    assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == expected
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("stop", daily(range(1, STEPS), {1}))
+def test_a_run_goes_on_as_if_it_had_not_stopped(base, in_turns, tmp_path, stop):
+    """With another number of samplers, which had batches that no step had taken."""
+    left = iter([False] * (stop - 1) + [True])
+    first = run(
+        base, tmp_path / "run", ahead=1, samplers=2, stop=lambda: next(left, True)
+    )
+    assert (first.step, first.completed) == (stop, False)
+    assert run(base, tmp_path / "run", ahead=1, samplers=1).completed
+    assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == in_turns(1)
+
+
+@pytest.mark.meshes
+def test_a_crash_beside_samplers_leaves_the_last_checkpoint(
+    base, in_turns, tmp_path, monkeypatch
+):
+    real = Updater.update
+
+    def broken(updater: Updater, batch, number: int):
+        if number == 4:
+            raise OSError("the machine is gone")
+        return real(updater, batch, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "update", broken)
+        with pytest.raises(OSError, match="gone"):
+            run(base, tmp_path / "run", ahead=3, samplers=2)
+    # The thread ended with the run.
+    assert not [each for each in threading.enumerate() if "samplers" in each.name]
+    run(base, tmp_path / "run", ahead=3, samplers=1)
+    assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == in_turns(3)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samplers": 8}, r"--samplers: 8 samplers of --rollout.mesh dp1 leave no dev"),
+        ({"samplers": 5}, r"--mesh: 'dp4' needs 4 devices.* Of 8 devices 5 are the sa"),
+        ({"samplers": 1, "mesh": "tp5"}, r"--mesh"),
+    ],
+)
+def test_devices_that_do_not_suffice_are_named(base, coin, tmp_path, options, message):
+    with pytest.raises(MeshError, match=message):
+        run(base, tmp_path / "run", ahead=0, **options)
