@@ -37,10 +37,11 @@ class RolloutConfig:
             copy of the parameters, made again for every step. Where --mesh has fsdp, a
             mesh of dp and tp decodes without gathering the weights for every token.
             With --samplers, the mesh of each sampler on its own devices.
-        ahead: steps by which sampling is ahead of training: the samples of step t are
-            all drawn with the parameters with which step t - `ahead` begins, those of
-            step 1 for the first steps. 0 for the step's own parameters. With --samplers
-            and 1, the samples of the next step are drawn while a step trains.
+        ahead: steps by which sampling is ahead of training: all samples of step t are
+            drawn with the parameters with which step t - `ahead` begins; the first
+            steps use the initial parameters. 0 for the step's own parameters. With
+            --samplers and 1, the samples of the next step are drawn while a step
+            trains.
         dtype: dtype of the sampler's parameters; None for --dtype.
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
             at a time; bounds the temporary memory.

@@ -43,7 +43,6 @@ from jaxrl_post.programs.build.judge import check_judge
 from jaxrl_post.programs.build.layouts import (
     SamplerLayout,
     sampler_layouts,
-    split_devices,
 )
 from jaxrl_post.programs.build.trainer import make_trainer, make_updater
 from jaxrl_post.programs.hub import fetch_run
@@ -124,7 +123,6 @@ def run_rl(
             command=command,
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
             memory=functools.partial(_memory, algorithm, tasks),
-            mesh=split_devices(config)[0] if config.samplers else None,
             tasks=tasks,
             head="lm+value" if shared else "lm",
             complete=functools.partial(_measured, fitting, algorithm),

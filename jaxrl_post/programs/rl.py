@@ -244,7 +244,7 @@ class OnlineTrainer(Trainer):
 
     def meta(self, *, due: bool = False) -> dict[str, Any]:
         """Returns everything in a checkpoint but arrays and the iterator, as JSON."""
-        # What waits was sampled by earlier parameters, which no checkpoint holds.
+        # The batches that wait are of earlier parameters, which no checkpoint holds.
         self.settle()
         shown = map(dataclasses.asdict, self._trained_on if due else ())
         return {

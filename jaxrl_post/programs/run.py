@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -53,6 +52,7 @@ from jaxrl_post.learner.model import (
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
 from jaxrl_post.programs.agreement import check_same_program, locked
+from jaxrl_post.programs.build.devices import trainer_mesh
 from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
 from jaxrl_post.programs.places import (
@@ -239,7 +239,6 @@ def open_run[Config: RunConfig](
     command: str,
     make_tokenizer: Callable[[int], Tokenizer],
     memory: Callable[[Config, Model], MemoryTable],
-    mesh: Mesh | None = None,
     tasks: TaskSets | None = None,
     head: Head = "lm",
     complete: Callable[[Config, Model], Config] = lambda config, model: config,
@@ -253,7 +252,6 @@ def open_run[Config: RunConfig](
         command: the command line.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
         memory: tells what the run will take on a device, given the abstract model.
-        mesh: of the trainer; None for `config.mesh` over all devices.
         tasks: of the environment, if it has them from one; a resumed run must have the
             same.
         head: of the model.
@@ -303,7 +301,7 @@ def open_run[Config: RunConfig](
         console.print(f"opening model {config.model}", markup=False, highlight=False)
         model = describe_model(
             config.model if initial is None else str(initial),
-            mesh=mesh or config.mesh,
+            mesh=trainer_mesh(config),
             dtype=config.dtype,
             make_tokenizer=make_tokenizer,
             head=head,

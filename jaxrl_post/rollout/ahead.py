@@ -1,8 +1,8 @@
 """Has the batches of later steps sampled before the step that trains on them.
 
 With `ahead` k the batch of step t is sampled by the parameters with which step t - k
-begins, those of step 1 for the first steps. So a run is a function of its seed, whether
-sampling takes turns with training or runs beside it, on few or on many samplers.
+begins; the first steps use the initial parameters. So a run is a function of its seed,
+whether sampling takes turns with training or runs at the same time.
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.sampler.port import Sampler
 
-__all__ = ["Ahead", "Sampled"]
+__all__ = ["Ahead", "SampledBatch"]
 
 
-class Sampled(NamedTuple):
+class SampledBatch(NamedTuple):
     """The batch of a step, with the metrics of its sampling."""
 
     groups: list[Group]
@@ -37,15 +37,15 @@ class Ahead:
         sample: samples the batch of a step, given the sampler and the step's number.
         ahead: steps by which sampling is ahead of training; 0 for none.
         steps: of the run; no batch is sampled for a later one.
-        beside: whether sampling runs in a thread beside training, on other devices.
+        beside: whether sampling runs in a thread while steps train, on other devices.
     """
 
-    sample: Callable[[Sampler, int], Sampled]
+    sample: Callable[[Sampler, int], SampledBatch]
     ahead: int
     steps: int
     beside: bool = False
     # The batches that were begun and not taken, by the step's number, in order.
-    _begun: dict[int, "Future[Sampled]"] = field(default_factory=dict, init=False)
+    _begun: dict[int, "Future[SampledBatch]"] = field(default_factory=dict, init=False)
     _taken: deque[list[Group]] = field(default_factory=deque, init=False)
     _thread: ThreadPoolExecutor | None = field(default=None, init=False)
     # When batches were sampled, the present one with an end of infinity.
@@ -105,8 +105,8 @@ class Ahead:
         self._begun, self._fed = {}, None
         for each in value:
             groups = [Group.from_json(group) for group in each["groups"]]
-            made = self._begun[each["step"]] = Future[Sampled]()
-            made.set_result(Sampled(groups, dict(each["metrics"])))
+            made = self._begun[each["step"]] = Future[SampledBatch]()
+            made.set_result(SampledBatch(groups, dict(each["metrics"])))
 
     def close(self) -> None:
         """Ends the thread; a batch that is being sampled must end soon."""
@@ -119,10 +119,10 @@ class Ahead:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="samplers")
             self._begun[number] = self._thread.submit(self._timed, sampler, number)
             return
-        made = self._begun[number] = Future[Sampled]()
+        made = self._begun[number] = Future[SampledBatch]()
         made.set_result(self.sample(sampler, number))
 
-    def _timed(self, sampler: Sampler, number: int) -> Sampled:
+    def _timed(self, sampler: Sampler, number: int) -> SampledBatch:
         begin = time.perf_counter()
         self._spans.append((begin, math.inf))
         try:

@@ -21,8 +21,8 @@ class StoppedError(RuntimeError):
 class Fleet:
     """Samplers with one version of the parameters, each on its own devices.
 
-    The samples of a prompt stay with one sampler, which holds the prompt's keys and
-    values once and has those of its earlier turns. A new prompt goes to the sampler
+    The samples of a prompt stay with one sampler, which holds the keys and values of
+    the prompt once, and of earlier turns. A new prompt goes to the sampler
     with the fewest samples. With exact log-probs the samples depend neither on that
     choice nor on the number of samplers.
 

@@ -240,7 +240,7 @@ class Transfer:
     def __call__(self, tree: PyTree) -> tuple[PyTree, int]:
         """Returns the tree on the targets' devices, and the bytes that they received.
 
-        The copies are under way when the call returns. The sources may be donated then.
+        The call does not wait for the copies. The sources may be donated afterwards.
         """
 
         if self._kept is not None:

@@ -122,6 +122,8 @@ RULES = {
         "rollout.max_turns": "at least 1",
         "rollout.max_result_tokens": "at least 1",
         "rollout.partial": "at least 0",
+        "rollout.ahead": "at least 0",
+        "samplers": "at least 0, free",
         "rollout.temperature": "at least 1e-05",
         "rollout.top_k": "at least 0",
         "rollout.top_p": "in (0, 1]",

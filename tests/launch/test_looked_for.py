@@ -77,7 +77,7 @@ LOOKED_FOR = [
     ("kv-offload", f"{NOT}#sampling"),
     ("router_replay", "--algorithm.correction.kind"),
     ("max_off_policy_steps", "--rollout.partial"),
-    ("async", f"{NOT}#algorithms"),
+    ("async", "--rollout.ahead"),
     ("weight-broadcast", "docs/explanation/one-set-of-arrays.md"),
     # Tools and agents.
     ("max_tool_calling_iterations", "--rollout.max-turns"),

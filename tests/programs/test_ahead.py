@@ -1,4 +1,4 @@
-"""Runs whose samples are drawn ahead of their step, beside training or in turns."""
+"""Runs whose samples are drawn ahead of their step, in turns or while steps train."""
 
 import dataclasses
 import functools

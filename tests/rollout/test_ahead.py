@@ -1,4 +1,4 @@
-"""Which version samples which batch, in turns and beside training."""
+"""The version of each batch that is sampled, in turns or while steps train."""
 
 import random
 import threading
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxrl_post.rollout import ahead as ahead_module
-from jaxrl_post.rollout.ahead import Ahead, Sampled
+from jaxrl_post.rollout.ahead import Ahead, SampledBatch
 from jaxrl_post.rollout.episode import Group
 
 
@@ -25,10 +25,10 @@ class Work:
         self.sampled: list[tuple[int, int]] = []
         self.seconds = seconds
 
-    def __call__(self, version: Version, number: int) -> Sampled:
+    def __call__(self, version: Version, number: int) -> SampledBatch:
         self.sampled.append((number, version.step))
         time.sleep(self.seconds(number))
-        return Sampled([Group(number, ())], {"version": float(version.step)})
+        return SampledBatch([Group(number, ())], {"version": float(version.step)})
 
 
 def train(ahead: Ahead, steps: range, seconds=lambda number: 0.0) -> list[int]:
@@ -75,7 +75,7 @@ def test_a_resumed_run_trains_on_the_same_batches(lag, stop, beside):
     ahead.settle()
     saved = ahead.state()
     ahead.close()
-    # What waits was sampled by versions that no checkpoint holds.
+    # The batches that wait are of versions that no checkpoint holds.
     assert [each["step"] for each in saved] == [t for t, _ in first.sampled][stop:]
     again = Ahead(second, lag, 7, beside)
     again.restore(saved)
@@ -88,11 +88,11 @@ def test_a_resumed_run_trains_on_the_same_batches(lag, stop, beside):
 def test_the_next_batch_is_sampled_while_a_step_trains():
     began, trained = threading.Event(), threading.Event()
 
-    def sample(version: Version, number: int) -> Sampled:
+    def sample(version: Version, number: int) -> SampledBatch:
         if number == 2:
             began.set()
             assert trained.wait(30)
-        return Sampled([Group(number, ())], {})
+        return SampledBatch([Group(number, ())], {})
 
     ahead = Ahead(sample, 1, 3, beside=True)
     ahead.feed(None, Version(1), 1)
@@ -104,13 +104,13 @@ def test_the_next_batch_is_sampled_while_a_step_trains():
 
 
 def test_shares_of_waiting(monkeypatch):
-    """By a clock that goes on by 10 s while a batch is sampled, and in training."""
+    """The clock of this test advances by 10 s while a batch is sampled."""
     now = [0.0]
     monkeypatch.setattr(ahead_module.time, "perf_counter", lambda: now[0])
 
-    def sample(version: Version, number: int) -> Sampled:
+    def sample(version: Version, number: int) -> SampledBatch:
         now[0] += 10.0
-        return Sampled([], {})
+        return SampledBatch([], {})
 
     ahead = Ahead(sample, 0, 9, beside=True)
     assert ahead.feed(None, Version(1), 1) == {}
@@ -125,10 +125,10 @@ def test_shares_of_waiting(monkeypatch):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_error_of_sampling_ends_the_step_that_needs_the_batch(beside):
-    def sample(version: Version, number: int) -> Sampled:
+    def sample(version: Version, number: int) -> SampledBatch:
         if number == 3:
             raise ValueError("broken")
-        return Sampled([Group(number, ())], {})
+        return SampledBatch([Group(number, ())], {})
 
     ahead = Ahead(sample, 0, 5, beside)
     assert train(ahead, range(1, 3)) == [1, 2]
@@ -138,10 +138,10 @@ def test_an_error_of_sampling_ends_the_step_that_needs_the_batch(beside):
 
 
 def test_a_checkpoint_does_not_hide_an_error_of_a_later_batch():
-    def sample(version: Version, number: int) -> Sampled:
+    def sample(version: Version, number: int) -> SampledBatch:
         if number == 2:
             raise ValueError("broken")
-        return Sampled([], {})
+        return SampledBatch([], {})
 
     ahead = Ahead(sample, 1, 5, beside=True)
     ahead.feed(None, Version(1), 1)

@@ -13,17 +13,16 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.model import Model
-from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.models import DecoderParams, param_specs
 from jaxrl_post.models.adapters.quantized import Quantizer, quantize
 from jaxrl_post.models.matrix import is_matrix, matrices, part_axes
 from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
+from jaxrl_post.programs.build.devices import split_devices
 from jaxrl_post.rollout.weights import Published, Relayout, Transfer
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import (
     MeshError,
     Rules,
-    create_mesh,
     dividing_axes,
     parse_mesh,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "same_devices",
     "sampler_layout",
     "sampler_layouts",
-    "split_devices",
 ]
 
 
@@ -180,7 +178,7 @@ def sampler_layout(
 
 
 def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
-    """The layout of each sampler of a run: one, or those of `--samplers`.
+    """Returns the layout of each sampler of a run; without `--samplers` there is one.
 
     Raises:
         MeshError: as `sampler_layout` and `split_devices`.
@@ -189,38 +187,6 @@ def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
         return [sampler_layout(config.rollout, model)]
     _, *meshes = split_devices(config)
     return [sampler_layout(config.rollout, model, own=own) for own in meshes]
-
-
-def split_devices(config: RLConfig) -> list[Mesh]:
-    """The trainer's mesh, and the mesh of each of `--samplers`, at least one.
-
-    The trainer has the first devices, as many as `--mesh` names or all that are left.
-    Each sampler has as many of the last ones as `--rollout.mesh` names, one without it.
-
-    Raises:
-        MeshError: there are too few devices, or a mesh does not fill its own.
-    """
-    devices = jax.devices()
-    spec = config.rollout.mesh or "dp1"
-    each = math.prod(read_mesh(spec).values())
-    left = len(devices) - config.samplers * each
-    if each < 1 or left < 1:
-        raise MeshError(
-            f"--samplers: {config.samplers} samplers of --rollout.mesh {spec} leave no "
-            f"device of {len(devices)} for the trainer; give fewer or smaller ones"
-        )
-    # Axes with sizes may name fewer devices than are left.
-    size = math.prod(read_mesh(config.mesh).values())
-    count = size if 0 < size <= left else left
-    try:
-        trainer = create_mesh(config.mesh, devices[:count])
-    except MeshError as error:
-        raise MeshError(
-            f"--{error}. Of {len(devices)} devices {len(devices) - left} are the "
-            "samplers'"
-        ) from error
-    starts = range(left, len(devices), each)
-    return [trainer, *(create_mesh(spec, devices[i : i + each]) for i in starts)]
 
 
 def gathered_bytes(params: PyTree) -> int:

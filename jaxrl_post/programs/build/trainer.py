@@ -20,7 +20,7 @@ from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Experience, make_buffer
 from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
 from jaxrl_post.records.directory import RunDirectory
-from jaxrl_post.rollout.ahead import Ahead, Sampled
+from jaxrl_post.rollout.ahead import Ahead, SampledBatch
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.collector import Collector
 from jaxrl_post.sampler import Engine
@@ -186,7 +186,7 @@ def make_trainer(
 
 def _sampled(
     experience: Experience, queue: Buffer, sampler: Sampler, number: int
-) -> Sampled:
+) -> SampledBatch:
     """The batch of a step; groups that are left over wait in the queue."""
     metrics = experience.feed(queue, sampler, number)
-    return Sampled(queue.take(), metrics)
+    return SampledBatch(queue.take(), metrics)
