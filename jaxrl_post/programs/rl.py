@@ -104,23 +104,29 @@ class Apart:
     updater: Updater
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
+    # The last trained parameters that were published, and their copies.
+    _last: tuple[Any, Sequence[Published]] = field(default=(None, ()), init=False)
 
     def publish(self) -> Fleet:
         """Begins to copy the current parameters to the samplers' devices.
 
-        The samplers may still use earlier ones meanwhile.
+        The samplers may still use earlier ones meanwhile. The parameters of the last
+        call, such as for an evaluation, are not copied again.
         """
         begin = time.perf_counter()
         state, model = self.updater.state, self.updater.model
-        version = int(state.step)
-        published = [
-            layout.publish(engine, model, state.params, version)
-            for engine, layout in self.samplers
-        ]
-        fleet = Fleet(published, self._stop)
-        self._spent["publish/bytes_moved"] = float(fleet.bytes_moved)
+        source, published = self._last
+        if source is not state.params:
+            published = [
+                layout.publish(engine, model, state.params, int(state.step))
+                for engine, layout in self.samplers
+            ]
+            self._last = state.params, published
+            moved = sum(each.bytes_moved for each in published)
+            self._spent["publish/bytes_moved"] = float(moved)
+        self._spent.setdefault("publish/bytes_moved", 0.0)
         self._spent["time/publish"] = time.perf_counter() - begin
-        return fleet
+        return Fleet(published, self._stop)
 
     def metrics(self) -> dict[str, float]:
         """Returns what publishing took since the last call."""

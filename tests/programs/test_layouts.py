@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxrl_post import models
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.model import Adaptation, Model
@@ -25,7 +27,11 @@ from jaxrl_post.models.adapters.lora import (
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import dense, is_matrix, matrices
 from jaxrl_post.programs.build.engine import engine_sizes
-from jaxrl_post.programs.build.layouts import gathered_bytes, sampler_layout
+from jaxrl_post.programs.build.layouts import (
+    gathered_bytes,
+    sampler_layout,
+    sampler_layouts,
+)
 from jaxrl_post.rollout.weights import buffer_pointers, bytes_over_links
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh, per_device_bytes
@@ -51,7 +57,7 @@ KINDS = {
 
 
 def make_model(mesh, lora=None, kind=None) -> Model:
-    mesh = create_mesh(mesh)
+    mesh = mesh if isinstance(mesh, Mesh) else create_mesh(mesh)
     config, specs = tiny.CONFIG, models.param_specs(tiny.CONFIG)
     params, adaptation = tiny.params(mesh=mesh), None
     if lora is not None:
@@ -118,6 +124,48 @@ def test_the_next_version_is_moved_and_the_frozen_base_is_not():
     assert 0 < second.bytes_moved == first.bytes_moved
     # An evaluation after the step publishes the same version again.
     assert layout.publish(engine, model, changed, 2).bytes_moved == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [*itertools.product(KINDS, [None]), ("plain", "int8"), ("lora", "float8")],
+)
+def test_samplers_with_their_own_devices_get_the_same_values(kind, weights):
+    own = create_mesh("dp2,tp2", jax.devices()[:4])
+    model = make_model(own, **KINDS[kind])
+    config = RLConfig(
+        mesh="dp2,tp2", samplers=2, rollout=RolloutConfig(mesh="tp2", weights=weights)
+    )
+    changed = jax.tree.map(lambda leaf: 2 * leaf, model.params)
+    values = {1: model.params, 2: changed}
+    layouts = sampler_layouts(config, model)
+    assert [[each.id for each in layout.mesh.devices.flat] for layout in layouts] == [
+        [4, 5], [6, 7]
+    ]  # fmt: skip
+    for layout in layouts:
+        engine = Engine(model.config, SIZES, mesh=layout.mesh)
+        found = {
+            version: layout.publish(engine, model, params, version)
+            for version, params in values.items()
+        }
+        frozen = model.adaptation is not None
+        assert 0 < found[2].bytes_moved == found[1].bytes_moved
+        first, second = (jax.tree.leaves(found[each].params) for each in values)
+        same = [one is other for one, other in zip(first, second, strict=True)]
+        assert any(same) == frozen  # The base is copied once.
+        for version, params in values.items():
+            quantized = model
+            if weights is not None and frozen:
+                base = quantize(model.base, weights)
+                adaptation = Adaptation(base, model.adaptation.lora)
+                quantized = dataclasses.replace(model, adaptation=adaptation)
+            elif weights is not None:
+                params = quantize(params, weights)
+            whole = quantized.whole(params)
+            ours, theirs = map(jax.tree.leaves, (found[version].params, whole))
+            for one, other in zip(ours, theirs, strict=True):
+                np.testing.assert_array_equal(one, other)
+                assert one.sharding.device_set <= {*layout.mesh.devices.flat}
 
 
 # Each kind, mesh and format once or twice; what a format rounds does not depend on the

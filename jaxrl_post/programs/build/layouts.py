@@ -186,7 +186,11 @@ def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
     if not config.samplers:
         return [sampler_layout(config.rollout, model)]
     _, *meshes = split_devices(config)
-    return [sampler_layout(config.rollout, model, own=own) for own in meshes]
+    layouts = [sampler_layout(config.rollout, model, own=own) for own in meshes]
+    for each in layouts:
+        # A version is quantised once, and its codes are copied to each.
+        each.weights = layouts[0].weights
+    return layouts
 
 
 def gathered_bytes(params: PyTree) -> int:
