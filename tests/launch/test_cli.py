@@ -213,7 +213,7 @@ def test_an_option_of_the_wrong_type_is_an_error(capsys):
         ),
         (
             {"rollout": {"slotz": 3}},
-            r"config.json: rollout: unknown key 'slotz'; known: cache_d",
+            r"config.json: rollout: unknown key 'slotz'; known: ahead, cache_d",
         ),
         ({"rollout": 3}, "rollout must be an object; got 3"),
         ({"steps": "many"}, "steps must be int; got 'many'"),

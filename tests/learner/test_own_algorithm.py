@@ -289,7 +289,7 @@ def test_what_breaks_the_contract_is_told(module, mine, told):
         ("mine", {"clip_high": 0.3}, "clip-high: somebodys:mine does not read it"),
         ("mine", {"kl_coefficient": 0.1}, "kl-coefficient: somebodys:mine does not"),
         ("mine", {"correction": CorrectionConfig("icepop")}, r"correction\.\*: some"),
-        ("mine", {"reference": "x"}, "--algorithm.reference: nothing looks at it"),
+        ("mine", {"reference": "x"}, "--algorithm.reference: nothing looks at a ref"),
         ("needs", {}, "needs the option 'scale', as in 'somebodys:needs.scale=...'"),
     ],
 )

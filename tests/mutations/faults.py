@@ -299,7 +299,7 @@ RESUME = [
     Fault(
         "a resumed run forgets the groups that wait",
         "programs/rl.py::OnlineTrainer.restore",
-        'self.buffer.load(meta["queue"])',
+        'self.queue.load(meta["queue"])',
         "pass",
         "programs/test_rl.py programs/test_partial.py",
     ),

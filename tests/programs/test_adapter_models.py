@@ -1,6 +1,7 @@
 """A directory of PEFT as a model: it is merged into its base, or clearly refused."""
 
 import dataclasses
+import functools
 import io
 import json
 import shutil
@@ -136,16 +137,20 @@ def test_every_option_that_names_a_model_takes_an_adapter(adapter, config):
 def test_a_run_keeps_the_adapters_name_and_notices_another_adapter(adapter, tmp_path):
     config = RunConfig(model=str(adapter), run_dir=str(tmp_path / "run"))
     fetched = fetch_run(config, console=QUIET)
-    with open_run(
-        fetched, console=QUIET, command="", make_tokenizer=lambda size: TOKENIZER
-    ) as run:
+    opened = functools.partial(
+        open_run,
+        fetched,
+        console=QUIET,
+        command="",
+        make_tokenizer=lambda size: TOKENIZER,
+        memory=lambda config, model: [],
+    )
+    with opened() as run:
         run.describe()
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert saved["config"]["model"] == str(adapter)
     change(adapter, lora_alpha=1)
-    changed = open_run(
-        fetched, console=QUIET, command="", make_tokenizer=lambda size: TOKENIZER
-    )
+    changed = opened()
     with pytest.raises(ConfigError, match="since the run began: adapter/adapt"):
         changed.__enter__()
     assert "adapter/adapter_model.safetensors" in fingerprints(fetched.config)["model"]

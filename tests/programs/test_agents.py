@@ -124,6 +124,19 @@ def test_every_row_trains_what_was_served_and_nothing_else(served, branching, st
             assert metrics["env/agent_branched"] == float(branching)
 
 
+def test_a_batch_that_agents_sampled_ahead_trains_what_was_served(served):
+    config = dataclasses.replace(
+        CONFIG, rollout=dataclasses.replace(CONFIG.rollout, ahead=1), steps=3
+    )
+    with training(Letters(), config) as trainer:
+        first = trainer.updater.learner.seen
+        first.clear()
+        ages = [trainer.step(number)[0]["rollout/staleness"] for number in (1, 2, 3)]
+        trained = sorted(run for _, batch in first for run in runs_of(batch))
+    assert trained == sorted(ids for _, ids in served)
+    assert ages == [0.0, 1.0, 1.0]
+
+
 def test_an_agent_that_sends_token_ids_trains_what_was_served(served):
     with training(Numbers()) as trainer:
         for number in range(1, 4):

@@ -498,6 +498,7 @@ def test_the_best_model_goes_to_the_hub(config, losses, monkeypatch):
     ]
 
 
+@pytest.mark.slow("trains a whole run and one that is killed")
 def test_a_real_run_that_is_killed_has_the_best_model_of_one_that_was_not(
     base, tmp_path, monkeypatch
 ):

@@ -246,6 +246,7 @@ def go(config: PreferenceConfig, stop_after: int = 9) -> Path:
     return Path(config.run_dir or "")
 
 
+@pytest.mark.slow("trains a whole run three times")
 def test_a_run_goes_on_is_resumed_exactly_and_gives_an_adapter_of_the_same_form(
     adapter, base, tmp_path
 ):

@@ -104,6 +104,7 @@ def assert_same_logs(whole: RLConfig, other: RLConfig) -> None:
                 assert found["metrics"][name] == value, (expected["step"], name)
 
 
+@pytest.mark.slow("stops and resumes a whole run")
 @pytest.mark.slow("trains three runs")
 def test_a_run_that_is_stopped_before_an_evaluation_makes_it_later_and_once(
     whole, tmp_path
