@@ -224,10 +224,9 @@ def assert_equal(found, expected):
     for left, right in zip(
         jax.tree.leaves(found.grads), jax.tree.leaves(expected.grads), strict=True
     ):
-        # Gradients of the mean loss. Rows that share nothing differ by up to 6e-6
-        # between one device and a mesh, which sums in another order.
+        # Gradients of the mean loss.
         left, right = (np.asarray(each) / expected.loss.count for each in (left, right))
-        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1.5e-5)
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
         largest = max(largest, float(np.abs(right).max()))
     assert largest > 1e-2, "the test shows nothing"
 
