@@ -144,3 +144,22 @@ def until(condition, what: str, seconds: float = 300.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds} s still not: {what}"
         time.sleep(0.02)
+
+
+@pytest.fixture
+def cancelled(served, monkeypatch) -> list[int]:
+    """Prompt ids of cancelled samples, which take seconds if they are not stopped."""
+    sampler, found = served.service._sampler, list[int]()
+    dispatch, cancel = sampler.dispatch, served.service.cancel
+
+    def slowly() -> None:
+        time.sleep(0.1)
+        dispatch()
+
+    def recorded(prompt_id: int) -> None:
+        found.append(prompt_id)
+        cancel(prompt_id)
+
+    monkeypatch.setattr(sampler, "dispatch", slowly)
+    monkeypatch.setattr(served.service, "cancel", recorded)
+    return found
