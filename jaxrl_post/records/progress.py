@@ -193,7 +193,9 @@ class Progress:
             if shown.metric == TOKENS_PER_SECOND:
                 parts.append(f"{shown.form(value)} {shown.label}")
                 continue
-            when = f" at {step}" if shown.metric in HELD_OUT else ""
+            # A value that this step does not have, too, says from which step it is.
+            is_old = self._update is not None and step < self._update[0]
+            when = f" at {step}" if is_old or shown.metric in HELD_OUT else ""
             parts.append(f"{shown.label} {shown.form(value)}{when}")
         return parts
 

@@ -33,7 +33,6 @@ class Fleet:
 
     def __init__(self, samplers: Sequence[Published], stop: threading.Event) -> None:
         self.samplers = tuple(samplers)
-        self.version = samplers[0].version
         self._stop = stop
         self._homes = dict[int, int]()
         self._running = Counter[int]()

@@ -47,10 +47,10 @@ def test_plain_lines(tmp_path):
         progress.update(4, {})
     assert out.getvalue().splitlines() == [
         "step 1/10  reward 0.25  accuracy 50.0% at 1  18.4k tokens/s  mismatch 1.0031",
-        "step 2/10  reward 0.5  accuracy 50.0% at 1  18.4k tokens/s  mismatch 1.0031"
-        "  4.0 s/step  ETA 32 s",
-        "step 4/10  reward 0.5  accuracy 50.0% at 1  18.4k tokens/s  mismatch 1.0031"
-        "  2.5 s/step  ETA 15 s",
+        "step 2/10  reward 0.5  accuracy 50.0% at 1  18.4k tokens/s"
+        "  mismatch 1.0031 at 1  4.0 s/step  ETA 32 s",
+        "step 4/10  reward 0.5 at 2  accuracy 50.0% at 1  18.4k tokens/s"
+        "  mismatch 1.0031 at 1  2.5 s/step  ETA 15 s",
     ]
 
 
