@@ -4,8 +4,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import tyro
-
 from jaxrl_post.config.serve import ServeConfig, check_server
 from launch import cli
 
@@ -21,8 +19,9 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 PROGRAM = cli.Program(
     name="launch.serve",
     description="Serves a model over HTTP, as OpenAI's API (responses, chat, "
-    "completions) and as token ids in and out (/inference/v1/generate).",
-    default=lambda arguments: ServeConfig(model=tyro.MISSING),
+    "completions) and as token ids in and out (/inference/v1/generate); or, with "
+    "--follow, samples for a training run on this machine's devices.",
+    default=lambda arguments: ServeConfig(),
     load=load,
     check=check_server,
 )

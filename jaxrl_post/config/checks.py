@@ -22,6 +22,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import check_rows, check_template, columns_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
+from jaxrl_post.config.fleet import FleetConfig, check_address
 from jaxrl_post.config.horizon import check_schedules
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import (
@@ -515,6 +516,18 @@ def _check_ahead(config: RLConfig) -> None:
     ahead, given = config.rollout.ahead, []
     if ahead:
         given.append(f"--rollout.ahead {ahead}")
+    if config.remote_samplers:
+        check_address(config.fleet)
+        if config.rollout.mesh:
+            raise ConfigError(
+                f"--rollout.mesh: samplers in other processes each have the --mesh of "
+                f"their launch.serve; got {config.rollout.mesh!r}; drop the option"
+            )
+    elif config.fleet != FleetConfig():
+        raise ConfigError(
+            "--fleet.*: is for samplers in other processes; give --samplers any:N, or "
+            "drop the option"
+        )
     if config.samplers:
         given.append(f"--samplers {config.samplers}")
     if not given:

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
-from jaxrl_post.config.fields import COUNT, FREE, NOT_NEGATIVE
+from jaxrl_post.config.fields import ANY, COUNT, FREE, NOT_NEGATIVE
+from jaxrl_post.config.fleet import FleetConfig, expected_samplers
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rollout import RolloutConfig
@@ -67,7 +68,11 @@ class RLConfig(RunConfig):
         samplers: number of samplers with devices of their own, which sample while the
             other devices train; each has as many of the last devices as `rollout.mesh`
             names, one without it. 0: sampling takes turns with training, on the same
-            devices. With `exact` the run is the same for any number.
+            devices. any:N: samplers in other processes, on this or on other machines,
+            each started by `python -m launch.serve --follow ADDRESS`; sampling begins
+            when N of them are ready, and they may come and go. With `exact` the run is
+            the same for any number.
+        fleet: samplers in other processes.
         exact: the sampler's log-probs equal the trainer's to the last bit, for every
             batch, at the cost of speed: a run stops if any differs, and needs no pass
             for old log-probs. The sampler and the log-probs are then XLA programs;
@@ -90,9 +95,24 @@ class RLConfig(RunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    samplers: Annotated[int, NOT_NEGATIVE, FREE] = 0
+    samplers: Annotated[int | str, ANY, FREE] = 0
+    fleet: Annotated[FleetConfig, FREE] = field(default_factory=FleetConfig)
     exact: bool = False
     mismatch: Annotated[MismatchConfig, FREE] = field(default_factory=MismatchConfig)
+
+    @property
+    def own_samplers(self) -> int:
+        """Number of samplers with devices of this process."""
+        return self.samplers if isinstance(self.samplers, int) else 0
+
+    @property
+    def remote_samplers(self) -> int:
+        """Number of samplers in other processes that a run waits for.
+
+        Raises:
+            ConfigError: `samplers` cannot be read.
+        """
+        return expected_samplers(self.samplers)
 
     @property
     def kept_ids(self) -> int:

@@ -1,6 +1,7 @@
 """The options of the programs that serve a model: the server and the chat."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,17 +21,28 @@ from jaxrl_post.config.fields import (
 from jaxrl_post.config.paths import check_paths
 from jaxrl_post.mesh_spec import read_mesh
 
-__all__ = ["ChatConfig", "ServeConfig", "check_chat", "check_server"]
+__all__ = ["ChatConfig", "ServeConfig", "check_chat", "check_server", "read_key"]
+
+# Options that a sampler of a training run reads.
+FOLLOWING = {
+    "api_key_file", "follow", "follow_wait_s", "host", "mesh", "name", "port",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """The model, address and limits of a server.
+    """The model, address and limits of a server, or of a sampler of a training run.
 
     Attributes:
         model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
             or a preset with random weights: demo, tiny, small, or a published size such
             as qwen3-0.6b.
+        follow: address of a trainer that was started with --samplers any:N. This
+            process then samples for its run, with the trainer's model and options of
+            sampling; of the options here `mesh`, `name`, `host`, `port` and
+            `api_key_file` (the trainer's --fleet.key-file) apply.
+        follow_wait_s: seconds for which such a trainer may be away, such as while it
+            resumes from a checkpoint.
         step: step of the run whose checkpoint is read; None for the model of a finished
             run, and for the newest checkpoint of one that is not.
         base: where the config.json and the tokenizer of the model of such a run are, or
@@ -75,7 +87,9 @@ class ServeConfig:
         dtype: dtype of the parameters; None for the checkpoint's own.
     """
 
-    model: str
+    model: str = ""
+    follow: str | None = None
+    follow_wait_s: Annotated[float, POSITIVE] = 600.0
     step: Annotated[int | None, ANY] = None
     base: str | None = None
     revision: str | None = None
@@ -114,6 +128,7 @@ def check_server(config: ServeConfig) -> None:
     check_template(config.template)
     read_mesh(config.mesh)
     check_paths(config)
+    _check_follow(config)
     if config.max_model_len == 1:
         raise ConfigError(
             "--max-model-len: must be at least 2, for a token of a prompt and one of "
@@ -127,6 +142,43 @@ def check_server(config: ServeConfig) -> None:
             f"--host: {config.host} can be reached from other machines, where any "
             "client could use the model; give --api-key-file, or listen on 127.0.0.1"
         )
+
+
+def _check_follow(config: ServeConfig) -> None:
+    """Refuses options of which a sampler of a training run has no use."""
+    follow = config.follow
+    if follow is None:
+        if not config.model:
+            raise ConfigError(
+                "--model: is missing; give a model, or --follow a trainer"
+            )
+        return
+    if not re.fullmatch(r"https?://[^/\s]+/?", follow):
+        raise ConfigError(
+            "--follow: must be the trainer's address, such as http://127.0.0.1:7777; "
+            f"got {follow!r}"
+        )
+    default = ServeConfig()
+    for name, value in vars(config).items():
+        if name not in FOLLOWING and value != getattr(default, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: with --follow the trainer says what is "
+                "sampled and how; drop the option"
+            )
+
+
+def read_key(config: ServeConfig) -> str | None:
+    """Returns the key that clients must send; None to ask for none.
+
+    Raises:
+        ConfigError: the file is empty.
+    """
+    if config.api_key_file is None:
+        return None
+    key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
+    if not key:
+        raise ConfigError(f"--api-key-file: {config.api_key_file} is empty")
+    return key
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs import AgentEnvironment, WorkerPool
+from jaxrl_post.envs import WorkerPool
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.environment import check_functions, make_environment
 from jaxrl_post.examples.tasks import (
@@ -30,10 +31,10 @@ from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
 from jaxrl_post.learner.best import check_metric
 from jaxrl_post.learner.critic import check_critic
-from jaxrl_post.learner.memory import MemoryTable, layout_table
+from jaxrl_post.learner.memory import MemoryTable, SamplerMemory, layout_table
 from jaxrl_post.learner.model import Model, check_sample, context_of
 from jaxrl_post.learner.reference import require_directory, require_same_ids
-from jaxrl_post.learner.updater import longest_row, longest_sequence
+from jaxrl_post.learner.updater import Updater, longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.programs.build.agents import check_agents
@@ -47,7 +48,7 @@ from jaxrl_post.programs.build.layouts import (
 from jaxrl_post.programs.build.trainer import make_trainer, make_updater
 from jaxrl_post.programs.hub import fetch_run
 from jaxrl_post.programs.loop import train
-from jaxrl_post.programs.rl import MEASURED, Apart, OnlineTrainer
+from jaxrl_post.programs.rl import MEASURED, Apart, Colocated, OnlineTrainer
 from jaxrl_post.programs.run import (
     Run,
     RunResult,
@@ -59,6 +60,9 @@ from jaxrl_post.programs.run import (
 )
 from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.sharding import processes, split_size
+
+if TYPE_CHECKING:
+    from jaxrl_post.programs.apart.remote import Remote
 
 __all__ = ["run_rl"]
 
@@ -95,7 +99,7 @@ def run_rl(
     check_metric(config, MEASURED, own=True)
     if config.samplers and processes.count() > 1:
         raise ConfigError(
-            f"--samplers: splits the devices of one process; this run has "
+            f"--samplers: is for a trainer of one process; this run has "
             f"{processes.count()}. Drop the option"
         )
     fetched = fetch_run(config, console=console)
@@ -262,11 +266,37 @@ def _trainer(
     stack: contextlib.ExitStack,
 ) -> OnlineTrainer:
     config, model = run.config, run.model
-    if config.samplers and isinstance(tasks.environment, AgentEnvironment):
-        raise ConfigError(
-            f"--samplers: agents call the sampler of the trainer's devices; got "
-            f"{config.samplers} with --env {config.env}; drop the option"
-        )
+    environment = tasks.environment
+    demonstrations = None
+    if config.distill.data == "demonstrations":
+        demonstrations = _demonstrations(tasks, config, model)
+    updater = make_updater(config, model, algorithm, tasks)
+    weights = _weights(run, updater, stack)
+    collector = open_collector(config, model, environment, judges, weights.unbound)
+    trainer = make_trainer(
+        updater,
+        tasks,
+        stack.enter_context(collector),
+        weights,
+        demonstrations=demonstrations,
+        directory=run.directory,
+    )
+    if trainer.ahead is not None:
+        stack.callback(trainer.ahead.close)
+    if isinstance(trainer.weights, Apart):
+        stack.callback(trainer.weights.stop)
+    return trainer
+
+
+def _weights(
+    run: Run[RLConfig], updater: Updater, stack: contextlib.ExitStack
+) -> "Colocated | Apart | Remote":
+    """Opens the samplers, and what hands them the parameters."""
+    config, model = run.config, run.model
+    if config.remote_samplers:
+        from jaxrl_post.programs.apart.remote import open_remote
+
+        return stack.enter_context(open_remote(updater, console=run.console))
     layouts = sampler_layouts(config, model)
     _tell_gathers(run, layouts[0])
     samplers = [
@@ -284,24 +314,9 @@ def _trainer(
         )
         for layout in layouts
     ]
-    environment = tasks.environment
-    demonstrations = None
-    if config.distill.data == "demonstrations":
-        demonstrations = _demonstrations(tasks, config, model)
-    collector = open_collector(config, model, environment, judges, samplers[0][0])
-    trainer = make_trainer(
-        make_updater(config, model, algorithm, tasks),
-        tasks,
-        stack.enter_context(collector),
-        samplers,
-        demonstrations=demonstrations,
-        directory=run.directory,
-    )
-    if trainer.ahead is not None:
-        stack.callback(trainer.ahead.close)
-    if isinstance(trainer.weights, Apart):
-        stack.callback(trainer.weights.stop)
-    return trainer
+    if config.own_samplers:
+        return Apart(samplers, updater)
+    return Colocated(*samplers[0], updater)
 
 
 def _loop(
@@ -330,6 +345,10 @@ def _memory(
             weights=False,
         )
     layout = sampler_layouts(config, model)[0]
+    sampler = SamplerMemory()
+    if not config.remote_samplers:
+        versions = 1 + config.rollout.ahead if config.own_samplers else 1
+        sampler = sampler_memory(config.rollout, model, layout, versions=versions)
     return layout_table(
         model,
         config.update,
@@ -341,12 +360,7 @@ def _memory(
         if critic is None
         else (critic.state, critic.model.adaptation and critic.model.base),
         judge=judge,
-        sampler=sampler_memory(
-            config.rollout,
-            model,
-            layout,
-            versions=1 + config.rollout.ahead if config.samplers else 1,
-        ),
+        sampler=sampler,
     )
 
 

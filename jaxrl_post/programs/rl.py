@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grain
 
@@ -32,6 +32,10 @@ from jaxrl_post.rollout.fleet import Fleet
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sharding import processes
+
+if TYPE_CHECKING:
+    # It needs the extra serve.
+    from jaxrl_post.programs.apart.remote import Remote
 
 __all__ = ["MEASURED", "Apart", "Colocated", "Imitated", "OnlineTrainer"]
 
@@ -63,6 +67,11 @@ class Colocated:
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # Passes of the model and tokens that they sampled, at the last `publish`.
     _passes: tuple[int, int] = field(default=(0, 0), init=False)
+
+    @property
+    def unbound(self) -> Published:
+        """The sampler without parameters, which says what fits it."""
+        return Published(self.engine, None, 0)
 
     def publish(self) -> Published:
         """Hands the current parameters to the sampler."""
@@ -106,6 +115,13 @@ class Apart:
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # The last trained parameters that were published, and their copies.
     _last: tuple[Any, Sequence[Published]] = field(default=(None, ()), init=False)
+
+    @property
+    def unbound(self) -> Fleet:
+        """The samplers without parameters, which say what fits them."""
+        return Fleet(
+            [Published(each, None, 0) for each, _ in self.samplers], self._stop
+        )
 
     def publish(self) -> Fleet:
         """Begins to copy the current parameters to the samplers' devices.
@@ -178,7 +194,7 @@ class OnlineTrainer(Trainer):
     """
 
     updater: Updater
-    weights: Colocated | Apart = field(kw_only=True)
+    weights: "Colocated | Apart | Remote" = field(kw_only=True)
     experience: Experience = field(kw_only=True)
     queue: Buffer | None = field(default=None, kw_only=True)
     ahead: Ahead | None = field(default=None, kw_only=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.serve import ServeConfig, check_server
+from jaxrl_post.config.serve import ServeConfig, check_server, read_key
 from jaxrl_post.data.generation import not_done, read_generation_defaults
 from jaxrl_post.data.lengths import Lengths
 from jaxrl_post.data.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ try:
     import uvicorn
     from starlette.applications import Starlette
 
+    from jaxrl_post.programs.apart.follow import follow
     from jaxrl_post.serve.app import Access, make_app
     from jaxrl_post.serve.calls import Served
     from jaxrl_post.serve.episodes import Episodes
@@ -79,6 +80,9 @@ def run_server(config: ServeConfig, *, console: Console, command: str = "") -> N
     """
     del command
     check_server(config)
+    if config.follow is not None:
+        follow(config, console=console)
+        return
     template = with_run(config.template, config.model)
     with _listening(config) as listener:
         fetched = fetch(config, console=console).config
@@ -317,9 +321,4 @@ def _listening(config: ServeConfig) -> Iterator[socket.socket]:
 
 
 def _access(config: ServeConfig) -> Access:
-    key = None
-    if config.api_key_file is not None:
-        key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
-        if not key:
-            raise ConfigError(f"--api-key-file: {config.api_key_file} is empty")
-    return Access(key, int(config.max_body_mib * 2**20))
+    return Access(read_key(config), int(config.max_body_mib * 2**20))

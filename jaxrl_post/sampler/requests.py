@@ -1,7 +1,7 @@
 """The sampler's input and output: sampling parameters, requests, completions."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -260,6 +260,32 @@ class Request:
                 "Request: num_sampled must be at least 0 and less than the tokens of "
                 f"the prompt, {len(self.prompt)}; got {self.num_sampled}"
             )
+
+    def some(self, first: int, count: int) -> "Request":
+        """Returns the request of a part of the samples, with consecutive indices."""
+        return replace(self, first_sample=first, num_samples=count)
+
+    def rest(self, index: int, ids: Sequence[int]) -> "Request":
+        """Returns the request that continues one of the samples.
+
+        Args:
+            index: of the sample.
+            ids: the tokens that it has sampled, fewer than its `max_tokens`.
+
+        >>> request = Request(7, (1, 2), 4, sampling=SamplingParams(max_tokens=8))
+        >>> rest = request.rest(3, [5])
+        >>> rest.prompt, rest.first_sample, rest.num_sampled, rest.sampling.max_tokens
+        ((1, 2, 5), 3, 1, 7)
+        """
+        left = self.sampling.max_tokens - len(ids)
+        return replace(
+            self,
+            prompt=(*self.prompt, *ids),
+            num_samples=1,
+            first_sample=index,
+            sampling=replace(self.sampling, max_tokens=left),
+            num_sampled=self.num_sampled + len(ids),
+        )
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,10 @@ import json
 import logging
 import math
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import uvicorn
 
 from jaxrl_post.envs.env import BASE_URL, Answer, Step, Task
 from jaxrl_post.envs.workers.interface import Judgement
@@ -33,6 +29,7 @@ from jaxrl_post.serve.app import make_app
 from jaxrl_post.serve.calls import Served
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import KINDS, Recording
+from jaxrl_post.serve.threads import serving
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["AgentServer", "Agents"]
@@ -79,31 +76,9 @@ class AgentServer:
         """
         episodes = Episodes(most=2**20)
         app = make_app(served, episodes=episodes)
-        with socket.create_server((host, port), backlog=2048) as listener:
-            loop = asyncio.new_event_loop()
-            config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=1,
-            )
-            server = uvicorn.Server(config)
-
-            def run() -> None:
-                asyncio.set_event_loop(loop)
-                with contextlib.closing(loop):
-                    loop.run_until_complete(server.serve(sockets=[listener]))
-
-            thread = threading.Thread(target=run, name="agents", daemon=True)
-            thread.start()
-            host, port = listener.getsockname()[:2]
-            try:
-                yield cls(served, episodes, f"http://{host}:{port}", loop)
-            finally:
-                served.service.abandon()
-                server.should_exit = True
-                thread.join(LOOP_S)
+        ending = served.service.abandon
+        with serving(app, host, port, name="agents", ending=ending) as (url, loop):
+            yield cls(served, episodes, url, loop)
 
     def keep(self, recording: Recording) -> None:
         """Keeps an episode until it is taken: its agent's deadline bounds it."""

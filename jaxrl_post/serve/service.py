@@ -1,6 +1,5 @@
 """One sampler for many callers: the thread that runs it, and the callers' requests."""
 
-import dataclasses
 import itertools
 import queue
 import threading
@@ -91,21 +90,12 @@ class _Open:
         ):
             # One request, whose prompt is prefilled once.
             return [self.request]
-        return [self._rest(index) for index in self.lengths]
-
-    def _rest(self, index: int) -> Request:
-        request, ids = self.request, list[int]()
-        if index in self.held:
-            ids = self.held[index][0].ids.tolist()
-        left = request.sampling.max_tokens - len(ids)
-        return dataclasses.replace(
-            request,
-            prompt=(*request.prompt, *ids),
-            num_samples=1,
-            first_sample=index,
-            sampling=dataclasses.replace(request.sampling, max_tokens=left),
-            num_sampled=request.num_sampled + len(ids),
-        )
+        return [
+            self.request.rest(index, self.held[index][0].ids.tolist())
+            if index in self.held
+            else self.request.rest(index, ())
+            for index in self.lengths
+        ]
 
 
 class Service:

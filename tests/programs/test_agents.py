@@ -39,7 +39,7 @@ def training(environment, config=CONFIG):
     with WorkerPool(environment, 2, deadline_s=60.0) as judges:
         trainer = trainers.make_trainer(environment, judges, config)
         with open_collector(
-            config, trainer.updater.model, environment, judges, trainer.weights.engine
+            config, trainer.updater.model, environment, judges, trainer.weights.unbound
         ) as collector:
             trainer.experience.collector = collector
             yield trainer

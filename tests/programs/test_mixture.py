@@ -103,7 +103,7 @@ def test_agents_of_two_environments_in_one_run():
     with WorkerPool(joined, 2, deadline_s=60.0) as judges:
         trainer = make_trainer(joined, judges, config)
         with open_collector(
-            config, trainer.updater.model, joined, judges, trainer.weights.engine
+            config, trainer.updater.model, joined, judges, trainer.weights.unbound
         ) as collector:
             trainer.experience.collector = collector
             metrics, groups = trainer.step(1)

@@ -30,7 +30,7 @@ from jaxrl_post.programs.build.collector import make_collector
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.programs.offline import run_offline
-from jaxrl_post.programs.rl import OnlineTrainer
+from jaxrl_post.programs.rl import Colocated, OnlineTrainer
 from jaxrl_post.programs.run import RunResult
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.sampler import Engine
@@ -116,13 +116,14 @@ def make_trainer(
     demonstrations = None
     if config.distill.data == "demonstrations":
         demonstrations = Demonstrations(environment, 24)
+    updater = build.make_updater(
+        config, model, algorithm, environment, begun=(learner, state)
+    )
     return build.make_trainer(
-        build.make_updater(
-            config, model, algorithm, environment, begun=(learner, state)
-        ),
+        updater,
         environment,
         make_collector(config.rollout, model, judges),
-        [(engine, sampler_layout(config.rollout, model))],
+        Colocated(engine, sampler_layout(config.rollout, model), updater),
         demonstrations=demonstrations,
     )
 

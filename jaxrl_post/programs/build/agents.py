@@ -12,8 +12,8 @@ from jaxrl_post.data.tools import expresses_tools, form_of
 from jaxrl_post.envs import AgentEnvironment, Environment, NeedsTurns, WorkerPool
 from jaxrl_post.learner.model import Model
 from jaxrl_post.rollout.collector import EpisodeSource
-from jaxrl_post.rollout.weights import Published
-from jaxrl_post.sampler import Engine, SamplingParams
+from jaxrl_post.sampler import SamplingParams
+from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sharding import processes
 
 __all__ = ["check_agents", "open_agents"]
@@ -80,7 +80,7 @@ def check_agents(
 
 @contextlib.contextmanager
 def open_agents(
-    config: RLConfig, model: Model, judges: WorkerPool, engine: Engine
+    config: RLConfig, model: Model, judges: WorkerPool, sampler: Sampler
 ) -> Iterator[EpisodeSource]:
     """The episodes of an `AgentEnvironment`, with its server until the block ends.
 
@@ -88,7 +88,7 @@ def open_agents(
         config: of the run; `check_agents` has accepted it.
         model: the trained model.
         judges: run the agents.
-        engine: the run's sampler.
+        sampler: the run's, without parameters.
 
     Raises:
         ConfigError: an address that others can reach or that is taken, or the extra
@@ -108,7 +108,7 @@ def open_agents(
     tokenizer, rollout = model.tokenizer, config.rollout
     served = Served(
         # Each round binds the sampler with the parameters of its step.
-        service=Service(Published(engine, None, 0), max_samples=2**20),
+        service=Service(sampler, max_samples=2**20),
         tokenizer=tokenizer,
         grammars=Grammars(tokenizer, model.config.vocab_size),
         form=form_of(tokenizer),

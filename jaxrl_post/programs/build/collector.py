@@ -13,7 +13,7 @@ from jaxrl_post.programs.build.agents import open_agents
 from jaxrl_post.rollout.collector import Collector
 from jaxrl_post.rollout.dialogue import Dialogue
 from jaxrl_post.rollout.flight import EpisodeLimits
-from jaxrl_post.sampler import Engine
+from jaxrl_post.sampler.port import Sampler
 
 __all__ = ["make_collector", "open_collector", "open_judges"]
 
@@ -47,7 +47,7 @@ def open_collector(
     model: Model,
     environment: Environment,
     judges: WorkerPool,
-    engine: Engine,
+    sampler: Sampler,
 ) -> Iterator[Collector]:
     """The collector of a run; with the server that agents call, if there are any.
 
@@ -56,7 +56,7 @@ def open_collector(
         model: the trained model.
         environment: without tasks that were left out.
         judges: run the environment.
-        engine: the run's sampler.
+        sampler: the run's, without parameters.
 
     Raises:
         ConfigError: as `open_agents`.
@@ -64,7 +64,7 @@ def open_collector(
     if not isinstance(environment, AgentEnvironment):
         yield make_collector(config.rollout, model, judges)
         return
-    with open_agents(config, model, judges, engine) as agents:
+    with open_agents(config, model, judges, sampler) as agents:
         yield Collector(agents, config.rollout.deadline_s)
 
 

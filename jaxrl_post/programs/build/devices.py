@@ -19,7 +19,7 @@ def trainer_mesh(config: RunConfig) -> str | Mesh:
     Raises:
         MeshError: as `split_devices`.
     """
-    if isinstance(config, RLConfig) and config.samplers:
+    if isinstance(config, RLConfig) and config.own_samplers:
         return split_devices(config)[0]
     return config.mesh
 
@@ -36,17 +36,18 @@ def split_devices(config: RLConfig) -> list[Mesh]:
     devices = jax.devices()
     spec = config.rollout.mesh or "dp1"
     each = math.prod(read_mesh(spec).values())
-    left = len(devices) - config.samplers * each
+    count = config.own_samplers
+    left = len(devices) - count * each
     if each < 1 or left < 1:
         raise MeshError(
-            f"--samplers: {config.samplers} samplers of --rollout.mesh {spec} leave no "
+            f"--samplers: {count} samplers of --rollout.mesh {spec} leave no "
             f"device of {len(devices)} for the trainer; give fewer or smaller ones"
         )
     # Axes with sizes may name fewer devices than are left.
     size = math.prod(read_mesh(config.mesh).values())
-    count = size if 0 < size <= left else left
+    taken = size if 0 < size <= left else left
     try:
-        trainer = create_mesh(config.mesh, devices[:count])
+        trainer = create_mesh(config.mesh, devices[:taken])
     except MeshError as error:
         raise MeshError(
             f"--{error}. Of {len(devices)} devices {len(devices) - left} are the "

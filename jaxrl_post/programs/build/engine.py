@@ -79,14 +79,15 @@ def make_engine(
         split_size("batch", weights.mesh, model.rules.with_context_as_batch()),
         stop_ids=len(model.tokenizer.stop_ids),
     )
+    sizes = dataclasses.replace(
+        sizes,
+        kept_ids=kept_ids,
+        recompute_cache=rollout.recompute_cache,
+        exact=exact,
+    )
     return Engine(
         model.config,
-        dataclasses.replace(
-            sizes,
-            kept_ids=kept_ids,
-            recompute_cache=rollout.recompute_cache,
-            exact=exact,
-        ),
+        sizes,
         seed=seed,
         dtype=cache_dtype(rollout, weights.dtype),
         mesh=weights.mesh,

@@ -31,6 +31,7 @@ from jaxrl_post.types import Array, PyTree
 
 __all__ = [
     "SamplerLayout",
+    "bound",
     "gathered_bytes",
     "same_devices",
     "sampler_layout",
@@ -112,20 +113,47 @@ class SamplerLayout:
             params: the trained parameters.
             version: number of optimizer steps taken.
         """
+        params, base, sent = self.moved(model, params)
+        return Published(engine, bound(model, params, base), version, sent)
+
+    def moved(self, model: Model, params: PyTree) -> tuple[PyTree, PyTree, int]:
+        """Quantises and moves the parameters.
+
+        Args:
+            model: whose adapter's base is moved, if it has one.
+            params: the trained parameters.
+
+        Returns:
+            The trained parameters and the frozen base (None without an adapter), as the
+            sampler has them, and the bytes of the first that were sent over the links.
+        """
         sent, adaptation = 0, model.adaptation
         if self.weights is not None and adaptation is None:
             params = self.weights(params)
         if self.trained is not None:
             params, sent = self.trained(params)
-        if adaptation is not None:
-            base = adaptation.base
-            if self.weights is not None:
-                base = self.weights(base)
-            if self.frozen is not None:
-                # Once a process: not counted, since a resumed run moves it again.
-                base, _ = self.frozen(base)
-            model = replace(model, adaptation=replace(adaptation, base=base))
-        return Published(engine, model.whole(params), version, sent)
+        if adaptation is None:
+            return params, None, sent
+        base = adaptation.base
+        if self.weights is not None:
+            base = self.weights(base)
+        if self.frozen is not None:
+            # Once a process: not counted, since a resumed run moves it again.
+            base, _ = self.frozen(base)
+        return params, base, sent
+
+
+def bound(model: Model, params: PyTree, base: PyTree) -> DecoderParams[Any]:
+    """The parameters for `forward`, of what `SamplerLayout.moved` returns; no copies.
+
+    Args:
+        model: the trained model.
+        params: the trained parameters.
+        base: of its adapter; None without one.
+    """
+    if model.adaptation is not None:
+        model = replace(model, adaptation=replace(model.adaptation, base=base))
+    return model.whole(params)
 
 
 def sampler_layout(
@@ -152,7 +180,7 @@ def sampler_layout(
         base = codes = quantize(shapes, rollout.weights)
     try:
         mesh = own or same_devices(rollout.mesh, model.mesh)
-        if mesh is model.mesh and dtype == model.dtype:
+        if own is None and mesh is model.mesh and dtype == model.dtype:
             return SamplerLayout(mesh, dtype, weights, codes)
         trained, frozen = _targets(model, base, mesh, dtype)
     except MeshError as error:
@@ -183,7 +211,7 @@ def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
     Raises:
         MeshError: as `sampler_layout` and `split_devices`.
     """
-    if not config.samplers:
+    if not config.own_samplers:
         return [sampler_layout(config.rollout, model)]
     _, *meshes = split_devices(config)
     layouts = [sampler_layout(config.rollout, model, own=own) for own in meshes]

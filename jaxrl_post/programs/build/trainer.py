@@ -1,7 +1,7 @@
 """Joins the parts of a run that samples to its trainer."""
 
 import functools
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.horizon import optimizer_steps
@@ -16,15 +16,17 @@ from jaxrl_post.learner.reference import Sync, beside_teacher, open_reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence
 from jaxrl_post.programs.build.judge import open_judge
-from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Experience, make_buffer
 from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.rollout.ahead import Ahead, SampledBatch
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.collector import Collector
-from jaxrl_post.sampler import Engine
 from jaxrl_post.sampler.port import Sampler
+
+if TYPE_CHECKING:
+    # It needs the extra serve.
+    from jaxrl_post.programs.apart.remote import Remote
 
 __all__ = ["make_trainer", "make_updater"]
 
@@ -109,7 +111,7 @@ def make_trainer(
     updater: Updater,
     environment: Environment,
     collector: Collector,
-    samplers: Sequence[tuple[Engine, SamplerLayout]],
+    weights: "Colocated | Apart | Remote",
     *,
     demonstrations: Demonstrations | None = None,
     directory: RunDirectory | None = None,
@@ -120,8 +122,7 @@ def make_trainer(
         updater: with the config, the model and the algorithm of the run.
         environment: has the tasks.
         collector: runs episodes.
-        samplers: one, or those that have devices of their own, each with where it has
-            the parameters.
+        weights: hands the parameters to the samplers.
         demonstrations: to train on instead of episodes; None for episodes.
         directory: of the run; None to log no samples.
 
@@ -149,10 +150,6 @@ def make_trainer(
             now=model.tokenizer.now,
         ),
     )
-    if config.samplers:
-        weights = Apart(samplers, updater)
-    else:
-        weights = Colocated(*samplers[0], updater)
     if demonstrations is None:
         queue = make_buffer(config, by_part=by_part)
         ahead = None
@@ -161,7 +158,7 @@ def make_trainer(
                 functools.partial(_sampled, experience, queue),
                 config.rollout.ahead,
                 config.steps,
-                beside=config.samplers > 0,
+                beside=bool(config.samplers),
             )
         return OnlineTrainer(
             ahead or queue,

@@ -1,0 +1,425 @@
+"""A sampler in a process of its own: it follows a trainer.
+
+The engine runs in the caller's thread. Three others talk: one waits for orders and is
+the sign of life, one tells news, one fetches versions while the engine decodes. When
+the trainer is away the engine finishes what it has, and the sampler joins again.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_post.fleet.chunks import ChunkError
+from jaxrl_post.fleet.client import AwayError, Trainer
+from jaxrl_post.fleet.image import Image, stage
+from jaxrl_post.fleet.leases import (
+    News,
+    Order,
+    Policy,
+    Progress,
+    UnknownSamplerError,
+    member_of,
+)
+from jaxrl_post.fleet.probe import Answers, Examiner, ProbeError, Rows, ask
+from jaxrl_post.fleet.worker import Worker
+from jaxrl_post.rollout.weights import Published
+
+__all__ = ["Follower", "TrainerGoneError"]
+
+# Seconds between attempts to reach a trainer that is away, the first and the longest.
+FIRST_S, LONGEST_S = 0.1, 2.0
+# Seconds between two looks for orders, while the engine has nothing to do.
+IDLE_S = 0.5
+# Attempts to fetch a version that the probe refuses: by deltas, then whole.
+ATTEMPTS = 2
+
+
+class TrainerGoneError(ConnectionError):
+    """The trainer was away too long."""
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A version whose arrays are here."""
+
+    policy: Policy
+    sampler: Published
+    answers: Answers
+    attempt: int
+
+
+@dataclass
+class _Session:
+    """What was told and heard since this sampler joined."""
+
+    epoch: int
+    acknowledged: int = 0
+    number: int = 0
+    progress: list[Progress] = field(default_factory=list)
+
+
+@dataclass
+class Follower:
+    """Follows a trainer until its run is over.
+
+    Attributes:
+        name: of this sampler, unique among the trainer's.
+        connect: makes a connection to the trainer; called once in each thread.
+        facts: what the trainer checks when this sampler joins.
+        opened: binds the engine to the arrays of a version; called in a thread.
+        rows: of the probe.
+        vocab: number of token ids.
+        away_s: seconds for which the trainer may be away.
+        say: gets a line for people.
+    """
+
+    name: str
+    connect: Callable[[], Trainer]
+    facts: Mapping[str, Any]
+    opened: Callable[[Image, int], Published]
+    rows: Rows
+    vocab: int
+    away_s: float = 600.0
+    say: Callable[[str], None] = lambda line: None
+    # Versions that are here, by digest, the newest last.
+    images: dict[str, Image] = field(default_factory=dict, init=False)
+    examiner: Examiner = field(default_factory=Examiner, init=False)
+    # Payloads of the version that is being fetched.
+    _arriving: dict[str, memoryview] = field(default_factory=dict, init=False)
+    ended: str = field(default="", init=False)
+    _worker: Worker = field(default_factory=Worker, init=False)
+    _inbox: "queue.SimpleQueue[Any]" = field(
+        default_factory=queue.SimpleQueue, init=False
+    )
+    _staged: list[_Staged] = field(default_factory=list, init=False)
+    _refused: dict[str, str] = field(default_factory=dict, init=False)
+    _session: _Session | None = field(default=None, init=False)
+    # Guards the session, what is wanted, and what is told; notified of changes.
+    _lock: threading.Condition = field(
+        default_factory=threading.Condition, init=False, repr=False
+    )
+    _wanted: list[Policy] = field(default_factory=list, init=False)
+    # Versions to fetch again, and whether whole, by digest.
+    _attempts: dict[str, int] = field(default_factory=dict, init=False)
+    _doing: str = field(default="starting", init=False)
+    _ready: tuple[str, ...] = field(default=(), init=False)
+    _changed: bool = field(default=False, init=False)
+    _stopped: bool = field(default=False, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Samples for the trainer until its run is over, or `should_stop` says so.
+
+        Raises:
+            TrainerGoneError: it was away for `away_s`.
+            RefusedError: it does not take this sampler.
+        """
+        threads = [
+            threading.Thread(target=self._guarded, args=(work,), daemon=True, name=name)
+            for name, work in (
+                ("orders", self._hear_orders),
+                ("news", self._tell_news),
+                ("weights", self._fetch_versions),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while not (should_stop() or self.ended):
+                if self._error is not None:
+                    raise self._error
+                self._turn()
+        finally:
+            self._stop(threads, self.ended or "it was stopped")
+
+    def payload(self, key: str) -> bytes | memoryview | None:
+        """Returns a payload for other samplers; None if it is not here."""
+        if (data := self._arriving.get(key)) is not None:
+            return data
+        for image in list(self.images.values()):
+            if (data := image.payload(key)) is not None:
+                return data
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for people."""
+        with self._lock:
+            ready = len(self._ready)
+            joined = self._session is not None
+        return {"status": self._doing, "joined": joined, "versions_ready": ready}
+
+    # The engine's thread.
+
+    def _turn(self) -> None:
+        """Takes what has come, tries a version that is new, decodes a burst."""
+        worker = self._worker
+        wait = not worker.busy and not self._staged
+        for item in self._news_of_threads(IDLE_S if wait else 0.0):
+            if item is None:
+                worker.reset()
+            elif isinstance(item, _Staged):
+                self._staged.append(item)
+            else:
+                worker.order(item)
+        if self._staged and worker.empty:
+            self._try(self._staged.pop(0))
+        self._let_go()
+        progress = worker.step()
+        doing = "sampling" if worker.busy else "waiting for work"
+        if self._staged:
+            doing = f"{doing}; version {self._staged[0].policy.version} is staged"
+        self._tell(doing, progress)
+
+    def _news_of_threads(self, wait_s: float) -> list[Any]:
+        found = list[Any]()
+        with contextlib.suppress(queue.Empty):
+            found.append(
+                self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            )
+            while True:
+                found.append(self._inbox.get_nowait())
+        return found
+
+    def _try(self, staged: _Staged) -> None:
+        """Admits a version whose log-probs are the trainer's."""
+        digest = staged.policy.digest
+        try:
+            found = ask(staged.sampler, self.rows, self.vocab)
+            self.examiner.examine(found, staged.answers)
+        except ProbeError as error:
+            self.say(f"version {staged.policy.version}: {error}")
+            with self._lock:
+                if staged.attempt + 1 < ATTEMPTS:
+                    self._attempts[digest] = staged.attempt + 1
+                else:
+                    self._refused[digest] = str(error)
+                self._lock.notify_all()
+            return
+        finally:
+            staged.sampler.renew()
+        self._worker.policies[digest] = staged.sampler
+
+    def _let_go(self) -> None:
+        """Frees the versions that are needed no more."""
+        with self._lock:
+            wanted = {policy.digest for policy in self._wanted}
+        wanted |= self._worker.needed
+        for digest in [*self._worker.policies]:
+            if digest not in wanted:
+                del self._worker.policies[digest]
+
+    def _tell(self, doing: str, progress: list[Progress]) -> None:
+        ready = tuple(self._worker.policies)
+        with self._lock:
+            changed = (doing, ready) != (self._doing, self._ready)
+            self._doing, self._ready = doing, ready
+            if self._session is not None:
+                self._session.progress += progress
+            if changed or progress:
+                self._changed = True
+                self._lock.notify_all()
+
+    def _stop(self, threads: list[threading.Thread], why: str) -> None:
+        with self._lock:
+            self._stopped = True
+            session = self._session
+            self._lock.notify_all()
+        self._worker.reset()
+        if session is not None and not self.ended:
+            with contextlib.suppress(AwayError, UnknownSamplerError, RuntimeError):
+                trainer = self.connect()
+                trainer.leave(self.name, session.epoch, why)
+                trainer.close()
+        for thread in threads:
+            thread.join(LONGEST_S)
+
+    # The other threads.
+
+    def _guarded(self, work: Callable[[Trainer], None]) -> None:
+        trainer = self.connect()
+        try:
+            work(trainer)
+        except BaseException as error:
+            self._error = self._error or error
+            self._inbox.put(None)
+        finally:
+            trainer.close()
+
+    def _hear_orders(self, trainer: Trainer) -> None:
+        """Joins, and hands orders to the engine; joins again where it must."""
+        known, waits = 0, self._waits()
+        while not self._stopped:
+            try:
+                session = self._session
+                if session is None:
+                    session, known = self._joined(trainer), 0
+                reply = trainer.orders(
+                    self.name, session.epoch, session.acknowledged, known
+                )
+                waits = self._waits()
+            except UnknownSamplerError as error:
+                self.say(str(error))
+                self._forget()
+                continue
+            except AwayError as error:
+                self._wait(next(waits), str(error))
+                continue
+            known = reply.known
+            self._take(session, reply.orders, reply.policies)
+            if reply.ended:
+                self.ended = reply.ended
+                with contextlib.suppress(AwayError, UnknownSamplerError):
+                    trainer.leave(self.name, session.epoch, "the run is over")
+                self._inbox.put(None)
+                return
+
+    def _joined(self, trainer: Trainer) -> _Session:
+        session = _Session(trainer.join({**self.facts, "name": self.name}))
+        self.say(f"joined {trainer.url}")
+        with self._lock:
+            self._session, self._changed = session, True
+            # The run may have gone back to a checkpoint: look at each version anew.
+            self._refused.clear()
+            self._lock.notify_all()
+        return session
+
+    def _forget(self) -> None:
+        """Drops what belongs to the session."""
+        with self._lock:
+            self._session = None
+        self._inbox.put(None)
+
+    def _take(
+        self,
+        session: _Session,
+        orders: list[tuple[int, Order]],
+        policies: list[tuple[int, str]],
+    ) -> None:
+        for number, order in orders:
+            if number > session.acknowledged:
+                session.acknowledged = number
+                self._inbox.put(order)
+        with self._lock:
+            wanted = [Policy(*each) for each in policies]
+            if wanted != self._wanted:
+                self._wanted = wanted
+                self._lock.notify_all()
+
+    def _tell_news(self, trainer: Trainer) -> None:
+        """Tells the trainer what is new, until it has heard it."""
+        waits = self._waits()
+        session: _Session | None = None
+        news = News(0)
+        while not self._stopped:
+            with self._lock:
+                if session is not self._session:
+                    session, news = self._session, News(0)
+                if session is None or not (self._changed or news.number):
+                    self._lock.wait(IDLE_S)
+                    continue
+                if not news.number:
+                    self._changed = False
+                    session.number += 1
+                    told, session.progress = session.progress, []
+                    news = News(
+                        session.number, self._doing, self._ready, self._refused, told
+                    )
+            try:
+                trainer.news(self.name, session.epoch, news)
+                news, waits = News(0), self._waits()
+            except UnknownSamplerError:
+                # The thread of orders hears it too, and joins again.
+                with self._lock:
+                    while self._session is session and not self._stopped:
+                        self._lock.wait(FIRST_S)
+            except AwayError:
+                time.sleep(next(waits))
+
+    def _fetch_versions(self, trainer: Trainer) -> None:
+        """Fetches the versions that are wanted and not here."""
+        waits = self._waits()
+        while not self._stopped:
+            with self._lock:
+                policy = self._missing()
+                if policy is None:
+                    self._lock.wait(IDLE_S)
+                    continue
+                attempt = self._attempts.get(policy.digest, 0)
+                wanted = {each.digest for each in self._wanted}
+            try:
+                self._fetch(trainer, policy, attempt, wanted)
+                waits = self._waits()
+            except (AwayError, ChunkError) as error:
+                self.say(f"version {policy.version}: {error}")
+                time.sleep(next(waits))
+
+    def _missing(self) -> Policy | None:
+        """The oldest version that is wanted, and not here or to be fetched again."""
+        for policy in self._wanted:
+            if policy.digest in self._refused:
+                continue
+            if policy.digest not in self.images or policy.digest in self._attempts:
+                return policy
+        return None
+
+    def _fetch(
+        self, trainer: Trainer, policy: Policy, attempt: int, wanted: set[str]
+    ) -> None:
+        manifest = trainer.manifest(policy.digest)
+        held = None
+        if not attempt and self.images:
+            held = list(self.images.values())[-1]
+        session = self._session
+        if session is None:
+            raise AwayError("this sampler has not joined")
+        member = member_of(self.name, session.epoch)
+
+        def get(key: str, size: int) -> bytes:
+            return trainer.payload(member, key, size)
+
+        try:
+            image = stage(
+                manifest,
+                get,
+                held,
+                seed=zlib.crc32(member.encode()),
+                arrived=self._arriving.__setitem__,
+            )
+            trainer.flush(member)
+        finally:
+            self._arriving.clear()
+        sampler = self.opened(image, policy.version)
+        answers = Answers.from_json(manifest.extra)
+        for digest in [*self.images]:
+            # The last one stays: the next deltas build on it.
+            if digest not in wanted and self.images[digest] is not held:
+                del self.images[digest]
+        self.images[policy.digest] = image
+        with self._lock:
+            if self._attempts.get(policy.digest) == attempt:
+                del self._attempts[policy.digest]
+        self._inbox.put(_Staged(policy, sampler, answers, attempt))
+
+    def _waits(self) -> Iterator[float]:
+        """Seconds to wait before each next attempt to reach the trainer.
+
+        Raises:
+            TrainerGoneError: it was away too long.
+        """
+        begin, pause = time.monotonic(), FIRST_S
+        while time.monotonic() - begin < self.away_s:
+            yield pause
+            pause = min(2 * pause, LONGEST_S)
+        raise TrainerGoneError(
+            f"the trainer did not answer for {self.away_s:g} s (--follow-wait-s)"
+        )
+
+    def _wait(self, pause: float, why: str) -> None:
+        if pause == FIRST_S:
+            self.say(f"{why}; trying again for {self.away_s:g} s")
+        time.sleep(pause)

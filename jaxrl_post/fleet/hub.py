@@ -1,0 +1,348 @@
+"""The trainer's side of samplers in other processes: their leases and their weights.
+
+The trainer's threads and the handlers of requests share one lock. A sampler always has
+one request for orders open; it is held until there are some. So a sampler whose process
+dies is noticed when its connection breaks, not when its lease runs out.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_post.fleet.catalogue import Catalogue
+from jaxrl_post.fleet.holders import Holders
+from jaxrl_post.fleet.leases import Leases, News, Order, Policy, member_of
+from jaxrl_post.fleet.manifest import Manifest
+from jaxrl_post.rollout.collector import RolloutTimeoutError
+from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
+
+__all__ = ["FleetError", "Hub"]
+
+# Most seconds for which a request for orders is held.
+HOLD_S = 1.0
+# Seconds for the samplers to hear that a run is over.
+FAREWELL_S = 2.0
+
+
+class FleetError(RolloutTimeoutError):
+    """Too few samplers were ready for too long."""
+
+
+@dataclass
+class Hub:
+    """Samplers that have joined, and what they are to do.
+
+    Attributes:
+        welcome: what a sampler needs to know before it can join, as `wire.pack` has it.
+        refusal: says why a sampler with such facts may not join; "" if it may.
+        first: samplers that must be ready before the first sample is drawn, >= 1.
+        least: samplers that must be ready afterwards, >= 1; with fewer the trainer
+            waits.
+        wait_s: seconds for which it waits.
+        silence_s: seconds without a word after which a sampler is given up.
+        tell: gets (event, sampler, detail) as it happens, such as a sampler's joining.
+    """
+
+    welcome: bytes
+    refusal: Callable[[Mapping[str, Any]], str]
+    first: int = 1
+    least: int = 1
+    wait_s: float = 3600.0
+    silence_s: float = 5.0
+    tell: Callable[[str, str, str], None] = lambda event, sampler, detail: None
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    holders: Holders = field(default_factory=Holders)
+    # Why the run has ended; "" while it goes on.
+    ended: str = field(default="", init=False)
+    # Bytes of parameters that were sent to samplers.
+    sent_bytes: int = field(default=0, init=False)
+    leases: Leases = field(init=False)
+    _lock: threading.Condition = field(
+        default_factory=threading.Condition, init=False, repr=False
+    )
+    _jobs: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    # Number of changes of the list of policies.
+    _published: int = field(default=0, init=False)
+    _begun: bool = field(default=False, init=False)
+    # Since when too few samplers are ready.
+    _short_since: float | None = field(default=None, init=False)
+    # The event loop of the handlers, and what wakes requests that are held.
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        numbers = itertools.count(1 + secrets.randbits(48))
+        self.leases = Leases(self.silence_s, held=True, numbers=numbers)
+
+    # The trainer's threads.
+
+    def publish(
+        self, version: int, arrays: Any, unchanged: Sequence[str], extra: Any
+    ) -> Policy:
+        """Adds a version of the parameters, and tells the samplers of it.
+
+        Args:
+            version: its number.
+            arrays: as `Catalogue.add` takes them.
+            unchanged: paths of arrays that are those of the version before.
+            extra: what the manifest says besides.
+        """
+        made = self.catalogue.add(version, arrays, extra=extra, unchanged=unchanged)
+        with self._lock:
+            self._published += 1
+        self._wake()
+        return Policy(version, made.digest)
+
+    def begin(self, policy: Policy) -> int:
+        """Begins a job, wholly sampled by a policy; earlier versions are let go.
+
+        Returns:
+            The job's number.
+        """
+        self.catalogue.retire(policy.version)
+        with self._lock:
+            self._published += 1
+            self.leases.forget_homes()
+            job = next(self._jobs)
+        self._wake()
+        return job
+
+    def submit(self, request: Request, policy: Policy, job: int) -> None:
+        """Queues a request."""
+        with self._lock:
+            self.leases.submit(request, policy, job)
+        self._wake()
+
+    def collect(self, policy: Policy, wait_s: float) -> list[Completion]:
+        """Returns samples that have ended; waits a little if there is no news.
+
+        Raises:
+            FleetError: too few samplers were ready for too long.
+        """
+        with self._lock:
+            if not self.leases.has_finished and self.leases.busy:
+                self._lock.wait(wait_s)
+            done = self.leases.take()
+            self.leases.expire(time.monotonic())
+        self._report()
+        self._require(policy)
+        return done
+
+    def unfinished(self) -> list[Unfinished]:
+        """Returns the tokens so far of the samples that have any."""
+        with self._lock:
+            return self.leases.unfinished()
+
+    def cancel(self, samples: Sequence[SampleId] | None) -> list[Completion]:
+        """Stops samples (all for None); returns what they have."""
+        with self._lock:
+            done = self.leases.take() + self.leases.cancel(samples)
+        self._wake()
+        return done
+
+    @property
+    def busy(self) -> bool:
+        """Whether samples have not ended, or were not collected."""
+        with self._lock:
+            return self.leases.busy
+
+    def counts(self) -> dict[str, float]:
+        """Numbers for the run's metrics."""
+        with self._lock:
+            members = list(self.leases.members.values())
+            found = {f"fleet/{name}": n for name, n in self.leases.counts.items()}
+        return {
+            "fleet/ready": float(sum(bool(each.ready) for each in members)),
+            "fleet/joined": float(len(members)),
+            **{name: float(count) for name, count in found.items()},
+        }
+
+    def end(self, why: str) -> None:
+        """Tells the samplers that the run is over; waits a moment for them to leave."""
+        self.ended = why
+        self._wake()
+        end = time.monotonic() + FAREWELL_S
+        with self._lock:
+            while self.leases.members and time.monotonic() < end:
+                self._lock.wait(0.05)
+
+    def _require(self, policy: Policy) -> None:
+        """Waits no longer than allowed while too few samplers are ready."""
+        with self._lock:
+            members = list(self.leases.members.values())
+            ready = [each for each in members if policy.digest in each.ready]
+            needed = self.least if self._begun else self.first
+            enough = len(ready) >= needed
+            self._begun |= enough
+            self.leases.held = not enough
+        now = time.monotonic()
+        if enough:
+            if self._short_since is not None:
+                self.tell("enough", "", f"{len(ready)} samplers are ready")
+                self._wake()
+            self._short_since = None
+            return
+        states = ", ".join(f"{each.name}: {_state(each, policy)}" for each in members)
+        said = (
+            f"{len(ready)} of {needed} samplers are ready for version {policy.version}"
+            f" ({states or 'none has joined'})"
+        )
+        if self._short_since is None:
+            self._short_since = now
+            self.tell("short", "", f"{said}; waiting up to {self.wait_s:g} s")
+        if now - self._short_since > self.wait_s:
+            raise FleetError(
+                f"samplers: {said}, for {self.wait_s:g} s (--fleet.wait-s). Start some "
+                "with: python -m launch.serve --follow with this trainer's address. "
+                "The last checkpoint is whole"
+            )
+
+    def _report(self) -> None:
+        with self._lock:
+            happened, self.leases.happened = self.leases.happened, []
+        for event, sampler, detail in happened:
+            self.tell(event, sampler, detail)
+
+    # The handlers of requests.
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Says in which event loop the handlers run."""
+        self._loop = loop
+
+    def join(self, facts: Mapping[str, Any]) -> int:
+        """Admits a sampler; returns its epoch.
+
+        Args:
+            facts: name, url, slots, and what `refusal` reads.
+
+        Raises:
+            ValueError: why it may not join.
+        """
+        if why := self.ended or self.refusal(facts):
+            raise ValueError(why)
+        name, slots = str(facts["name"]), int(facts["slots"])
+        with self._lock:
+            return self.leases.join(name, str(facts["url"]), slots, time.monotonic())
+
+    def leave(self, name: str, epoch: int, why: str) -> None:
+        """Lets a sampler go that says so."""
+        with self._lock:
+            self.leases.member(name, epoch)
+            self.leases.leave(name, why)
+            self.holders.leave(member_of(name, epoch))
+            self._lock.notify_all()
+        self._wake()
+
+    def hear(self, name: str, epoch: int, news: News) -> None:
+        """Takes the news of a sampler, as `Leases.hear`."""
+        with self._lock:
+            self.leases.hear(name, epoch, news, time.monotonic())
+            self._lock.notify_all()
+        if any(each.finish_reason for each in news.progress):
+            self._wake()
+
+    async def orders(
+        self,
+        name: str,
+        epoch: int,
+        acknowledged: int,
+        known: int,
+        gone: Callable[[], Any],
+    ) -> dict[str, Any]:
+        """Returns a sampler's orders, once there are any.
+
+        Args:
+            name: of the sampler.
+            epoch: of its joining.
+            acknowledged: number of the last order that it has.
+            known: number of the list of policies that it has.
+            gone: coroutine function that returns when the connection breaks.
+
+        Raises:
+            UnknownSamplerError: it must join again.
+        """
+        end = time.monotonic() + HOLD_S
+        broken = asyncio.ensure_future(gone())
+        try:
+            while True:
+                changed = self._changed
+                now = time.monotonic()
+                orders = self._orders(name, epoch, acknowledged, now)
+                if orders or known != self._published or self.ended or now >= end:
+                    return self._reply(orders)
+                woken = asyncio.ensure_future(changed.wait())
+                await asyncio.wait(
+                    {woken, broken},
+                    timeout=end - now,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                woken.cancel()
+                if broken.done():
+                    self._lost(name, epoch)
+                    return self._reply([])
+        finally:
+            broken.cancel()
+            with self._lock, contextlib.suppress(LookupError):
+                member = self.leases.member(name, epoch)
+                member.heard, member.present = time.monotonic(), False
+
+    def _orders(
+        self, name: str, epoch: int, acknowledged: int, now: float
+    ) -> list[tuple[int, Order]]:
+        with self._lock:
+            self.leases.expire(now)
+            orders = self.leases.orders(name, epoch, acknowledged, now)
+            self.leases.member(name, epoch).present = True
+        return orders
+
+    def _reply(self, orders: list[tuple[int, Order]]) -> dict[str, Any]:
+        return {
+            "orders": orders,
+            "policies": [list(each) for each in self.catalogue.versions],
+            "known": self._published,
+            "ended": self.ended,
+        }
+
+    def _lost(self, name: str, epoch: int) -> None:
+        with self._lock:
+            self.leases.lost(name, epoch, "its connection broke")
+            self.holders.leave(member_of(name, epoch))
+            self._lock.notify_all()
+        self._wake()
+
+    def manifest(self, digest: str) -> Manifest | None:
+        """Returns the manifest of a policy; None if it is gone."""
+        for version, each in self.catalogue.versions:
+            if each == digest:
+                return self.catalogue.manifest(version)
+        return None
+
+    def urls(self, holders: Sequence[str]) -> dict[str, str]:
+        """Returns where samplers, as `member_of` has them, serve what they hold."""
+        with self._lock:
+            members = list(self.leases.members.values())
+        urls = {member_of(each.name, each.epoch): each.url for each in members}
+        # One that has left is asked in vain, and passed over.
+        return {holder: urls.get(holder, "") for holder in holders}
+
+    def _wake(self) -> None:
+        """Lets the requests that are held look again."""
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _state(member: Any, policy: Policy) -> str:
+    if policy.digest in member.refused:
+        return f"refused it: {member.refused[policy.digest]}"
+    return member.doing or "has joined"

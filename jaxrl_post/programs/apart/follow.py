@@ -1,0 +1,254 @@
+"""A sampler that follows a trainer, for `launch.serve --follow`."""
+
+import contextlib
+import functools
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import urlsplit
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.lora import AdapterConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.serve import ServeConfig, read_key
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.fleet.app import relay_app
+from jaxrl_post.fleet.client import AwayError, RefusedError, Trainer
+from jaxrl_post.fleet.follower import Follower
+from jaxrl_post.fleet.image import Image
+from jaxrl_post.fleet.probe import Rows
+from jaxrl_post.learner.adapters import with_adapter
+from jaxrl_post.learner.model import Model, versions
+from jaxrl_post.models import abstract, param_specs
+from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.build.layouts import SamplerLayout, bound, sampler_layout
+from jaxrl_post.rollout.weights import Published, Transfer
+from jaxrl_post.sampler import Engine
+from jaxrl_post.serve.threads import serving
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.types import PyTree
+
+__all__ = ["follow"]
+
+
+def follow(config: ServeConfig, *, console: Console) -> None:
+    """Samples for a trainer until its run is over, or SIGTERM or Ctrl-C.
+
+    Args:
+        config: the options; `follow` is the trainer's address.
+        console: for messages to the user.
+
+    Raises:
+        ConfigError: the trainer does not take this sampler, or the address is taken.
+        MeshError: the mesh does not fit the devices or the model.
+        TrainerGoneError: the trainer did not answer for `follow_wait_s`.
+    """
+    assert config.follow is not None, "the caller has asked"
+    key, stop = read_key(config), threading.Event()
+    connect = functools.partial(Trainer, config.follow, key)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    try:
+        with _signals(stop, say):
+            welcome = _welcomed(connect, config.follow_wait_s, stop, say)
+            if welcome is None:
+                return
+            model, engine, layout = _opened(config, welcome)
+            follower = _follower(config, welcome, connect, model, engine, layout, say)
+            app = relay_app(follower.payload, follower.state, key)
+            with serving(app, config.host, config.port, name="relay") as (url, _):
+                url = _reachable(url, config.follow)
+                follower.facts = {**follower.facts, "url": url}
+                say(f"sampler {follower.name} at {url}; Ctrl-C ends it")
+                follower.run(stop.is_set)
+            say(follower.ended or "ended")
+    except RefusedError as error:
+        raise ConfigError(f"--follow: {error}") from error
+
+
+def _follower(
+    config: ServeConfig,
+    welcome: Mapping[str, Any],
+    connect: Callable[[], Trainer],
+    model: Model,
+    engine: Engine,
+    layout: SamplerLayout,
+    say: Callable[[str], None],
+) -> Follower:
+    name = config.name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    facts = {"versions": versions(), "slots": engine.sizes.num_slots}
+    return Follower(
+        name=name,
+        connect=connect,
+        facts=facts,
+        opened=functools.partial(_published, engine, layout, model),
+        rows=Rows.from_json(welcome["rows"]),
+        vocab=model.config.vocab_size,
+        away_s=config.follow_wait_s,
+        say=say,
+    )
+
+
+def _welcomed(
+    connect: Callable[[], Trainer],
+    wait_s: float,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """What the trainer tells a sampler, once it answers; None if it shall stop."""
+    trainer, waited, told = connect(), 0.0, False
+    with contextlib.closing(trainer):
+        while not stop.is_set():
+            try:
+                return trainer.welcome()
+            except AwayError as error:
+                if waited >= wait_s:
+                    raise ConfigError(
+                        f"--follow: {error}, for {wait_s:g} s (--follow-wait-s)"
+                    ) from error
+                if not told:
+                    say(f"{error}; trying again for {wait_s:g} s")
+                told = True
+            stop.wait(1.0)
+            waited += 1.0
+    return None
+
+
+def _opened(
+    config: ServeConfig, welcome: Mapping[str, Any]
+) -> tuple[Model, Engine, SamplerLayout]:
+    """The trainer's model without its parameters, and the engine that samples it."""
+    own = read_config(welcome["model"])
+    if repr(own) != welcome["config"]:
+        raise ConfigError(
+            "--follow: this version reads the trainer's model config as "
+            f"{own!r}, the trainer as {welcome['config']}; take the same version"
+        )
+    mesh, dtype = create_mesh(config.mesh), np.dtype(welcome["dtype"])
+    specs = param_specs(own)
+    model = Model(
+        "policy",
+        own,
+        specs,
+        abstract(specs, dtype, mesh, DEFAULT_RULES),
+        _tokenizer(welcome["files"]).for_model(own.vocab_size),
+        mesh,
+        DEFAULT_RULES,
+        preset=True,
+    )
+    adapter = AdapterConfig(**_tuples(welcome["lora"]))
+    model = with_adapter(adapter, model, seed=int(welcome["seed"]))
+    rollout = RolloutConfig(**_tuples(welcome["rollout"]))
+    layout = sampler_layout(rollout, model, own=mesh)
+    engine = make_engine(
+        rollout,
+        model,
+        layout,
+        seed=int(welcome["seed"]),
+        exact=bool(welcome["exact"]),
+        kept_ids=int(welcome["kept_ids"]),
+        kernels=welcome["kernels"],
+    )
+    return model, engine, layout
+
+
+def _published(
+    engine: Engine, layout: SamplerLayout, model: Model, image: Image, version: int
+) -> Published:
+    """Binds the engine to the arrays of an image, which are put on its devices."""
+
+    def arrays(name: str, moved: Any) -> PyTree:
+        if moved is None:
+            return None
+        assert isinstance(moved, Transfer), "the sampler has devices of its own"
+        leaves, structure = jax.tree_util.tree_flatten_with_path(moved.targets)
+        return jax.tree.unflatten(
+            structure,
+            [
+                _array(image, f"{name}{jax.tree_util.keystr(path)}", target)
+                for path, target in leaves
+            ],
+        )
+
+    trained, base = arrays("trained", layout.trained), arrays("base", layout.frozen)
+    return Published(engine, bound(model, trained, base), version)
+
+
+def _array(image: Image, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+    host = image.array(path)
+    if host.shape != target.shape or host.dtype != target.dtype:
+        raise ConfigError(
+            f"--follow: {path} is {host.dtype.name} {host.shape}, and this sampler "
+            f"expects {target.dtype.name} {target.shape}"
+        )
+    return jax.device_put(host, target.sharding)
+
+
+def _tokenizer(files: Mapping[str, str]) -> Tokenizer:
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
+        for name, text in files.items():
+            place = (Path(folder) / name).resolve()
+            if not place.is_relative_to(Path(folder).resolve()):
+                raise ConfigError(f"--follow: the trainer sent a file named {name!r}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+        return Tokenizer.from_directory(folder)
+
+
+def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+
+
+def _reachable(url: str, trainer: str) -> str:
+    """The sampler's own URL, with the address from which it reaches the trainer."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if not ipaddress.ip_address(host).is_unspecified:
+        return url
+    there = urlsplit(trainer)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the system chooses the address.
+        probe.connect((there.hostname or "localhost", there.port or 80))
+        own = probe.getsockname()[0]
+    return (
+        f"http://[{own}]:{parts.port}" if ":" in own else f"http://{own}:{parts.port}"
+    )
+
+
+@contextlib.contextmanager
+def _signals(stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
+    """Sets `stop` at SIGTERM and Ctrl-C; a second signal ends the process."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        del frame
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        say(f"{signal.Signals(number).name}: giving samples back; again to end at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(name, receive) for name in names]
+    try:
+        yield
+    finally:
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)

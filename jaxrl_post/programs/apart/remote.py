@@ -1,0 +1,323 @@
+"""Hands the trainer's parameters to samplers in other processes."""
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.data import packing
+from jaxrl_post.extras import install
+from jaxrl_post.learner.model import Model, versions
+from jaxrl_post.learner.updater import Updater
+from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs.build.engine import engine_sizes
+from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
+from jaxrl_post.sampler import EngineConfig, Request
+from jaxrl_post.sampler.fitting import check_request
+from jaxrl_post.types import PyTree
+
+try:
+    from jaxrl_post.fleet import wire
+    from jaxrl_post.fleet.app import hub_app
+    from jaxrl_post.fleet.hub import Hub
+    from jaxrl_post.fleet.leases import Policy
+    from jaxrl_post.fleet.probe import Answers, Rows, latest
+    from jaxrl_post.fleet.remote import RemoteSamplers
+    from jaxrl_post.serve.threads import serving
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"--samplers any:N needs the extra serve ({error}); install it with "
+        f"{install('serve')}"
+    ) from error
+
+__all__ = ["Remote", "open_remote"]
+
+# What must be the same for log-probs that are equal to the last bit.
+SAME = ("jaxrl_post", "jax", "jaxlib")
+
+
+@dataclass
+class Remote:
+    """Weights of samplers in other processes.
+
+    Attributes:
+        hub: has the samplers.
+        updater: has the parameters.
+        layout: dtype of the samplers' parameters, and how they are quantised.
+        sizes: of a sampler, for the limits of requests.
+        rows: of the probe.
+    """
+
+    hub: Hub
+    updater: Updater
+    layout: SamplerLayout
+    sizes: EngineConfig
+    rows: Rows
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _spent: dict[str, float] = field(default_factory=dict, init=False)
+    # Copies parameters to the host and makes their manifest, one version at a time.
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="publish"),
+        init=False,
+    )
+    # The last trained parameters that were published, and their policy.
+    _last: tuple[Any, "Future[Policy] | None"] = field(default=(None, None), init=False)
+    _answers: list[np.ndarray] = field(default_factory=list, init=False)
+    _base: tuple[str, ...] = field(default=(), init=False)
+    # Bytes sent by the last call of `metrics`.
+    _sent: int = field(default=0, init=False)
+
+    @property
+    def unbound(self) -> RemoteSamplers:
+        """The samplers without parameters, which say what fits them."""
+        return RemoteSamplers(self.hub, Future(), self._fits, self._stop)
+
+    def publish(self) -> RemoteSamplers:
+        """Begins to publish the current parameters; does not wait for the samplers.
+
+        They are copied on their devices, so that the trainer may donate its own. The
+        parameters of the last call, such as for an evaluation, are not copied again.
+        """
+        begin = time.perf_counter()
+        state, model = self.updater.state, self.updater.model
+        source, policy = self._last
+        if policy is None or source is not state.params:
+            if policy is not None:
+                # One version at a time is copied to the host.
+                policy.result()
+            params, base, _ = self.layout.moved(model, state.params)
+            trees = {"trained": _copied(params)}
+            if base is not None and not self._base:
+                trees["base"] = base
+            answers = self._answered(state.params)
+            work = functools.partial(
+                self._catalogued, trees, int(state.step), answers.to_json()
+            )
+            policy = self._thread.submit(work)
+            self._last = state.params, policy
+        self._spent["time/publish"] = time.perf_counter() - begin
+        return RemoteSamplers(self.hub, policy, self._fits, self._stop)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what publishing took since the last call, and how many samplers are.
+
+        Parameters are sent while a step trains, so a step's bytes may be those of the
+        version before.
+        """
+        found, self._spent = self._spent, {}
+        sent = self.hub.sent_bytes
+        found["publish/bytes_moved"] = float(sent - self._sent)
+        self._sent = sent
+        return found | self.hub.counts()
+
+    def stop(self) -> None:
+        """Makes samplers that run in a thread end soon, with an error."""
+        self._stop.set()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _fits(self, request: Request) -> None:
+        vocab = self.updater.model.config.vocab_size
+        check_request(request, self.sizes, vocab, detokenizes=True)
+
+    def _answered(self, params: PyTree) -> Answers:
+        """Scores the rows of the probe by the trainer's own programs."""
+        whole, config = self.updater.model.whole(params), self.updater.config
+        found = _scored(self.updater, whole, self.rows)
+        answers = Answers(found, latest(self._answers), config.exact)
+        self._answers = [*self._answers[:1], found]
+        return answers
+
+    def _catalogued(
+        self, trees: Mapping[str, PyTree], version: int, extra: Any
+    ) -> Policy:
+        arrays = [
+            (path, _parts(leaf))
+            for name, tree in trees.items()
+            for path, leaf in _named(name, tree)
+        ]
+        if "base" in trees:
+            self._base = tuple(path for path, _ in _named("base", trees["base"]))
+            unchanged = ()
+        else:
+            unchanged = self._base
+        return self.hub.publish(version, arrays, unchanged, extra)
+
+
+def _copied(tree: PyTree) -> PyTree:
+    """A copy of arrays that may be donated, on their devices."""
+    made = _copy(tree)
+    for leaf in jax.tree.leaves(made):
+        leaf.copy_to_host_async()
+    return made
+
+
+@jax.jit
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _named(name: str, tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of a tree by their paths."""
+    return [
+        (f"{name}{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def _parts(array: jax.Array) -> list[tuple[tuple[tuple[int, int], ...], np.ndarray]]:
+    """The distinct parts of an array on the host, each with its bounds."""
+    return [
+        (
+            tuple(
+                each.indices(size)[:2]
+                for each, size in zip(shard.index, array.shape, strict=True)
+            ),
+            np.asarray(shard.data),
+        )
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _scored(updater: Updater, whole: PyTree, rows: Rows) -> np.ndarray:
+    """The trainer's log-probs of the decoded tokens, float32 [rows, decoded]."""
+    count, places = rows.decoded.shape[0], rows.decoded.shape[1]
+    # The log-probs of a sequence tell where packing has put its tokens.
+    numbers = np.arange(count * places, dtype=np.float32).reshape(count, places)
+    sequences = [
+        packing.Sequence.of(
+            row[: rows.prompt], row[rows.prompt :], behavior_logprobs=number
+        )
+        for row, number in zip(rows.ids.tolist(), numbers.tolist(), strict=True)
+    ]
+    scorer, size = updater.learner.scorer, updater.config.update.microbatch_tokens
+    batch = packing.pack_microbatches(sequences, size, scorer.microbatch_rows)
+    found = np.asarray(scorer.predict(whole, batch).logprobs)
+    mask = np.asarray(batch.loss_mask)
+    order = np.asarray(batch.behavior_logprobs)[mask].astype(np.int32)
+    answers = np.empty(count * places, np.float32)
+    answers[order] = found[mask]
+    return answers.reshape(count, places)
+
+
+@contextlib.contextmanager
+def open_remote(updater: Updater, *, console: Console) -> Iterator[Remote]:
+    """Opens the address at which samplers in other processes join a run.
+
+    Args:
+        updater: has the options, the model and the parameters.
+        console: for messages to the user.
+
+    Raises:
+        ConfigError: the address is taken.
+    """
+    config, model = updater.config, updater.model
+    fleet, rollout = config.fleet, config.rollout
+    rows = Rows.make(
+        model.config.vocab_size,
+        rollout.max_prompt_tokens,
+        rollout.max_tokens,
+        rollout.temperature,
+    )
+    layout, facts = sampler_layout(rollout, model), versions()
+    sizes = engine_sizes(rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
+    sizes = dataclasses.replace(sizes, exact=config.exact, kept_ids=config.kept_ids)
+
+    def tell(event: str, sampler: str, detail: str) -> None:
+        style = {"short": "yellow", "leave": "yellow", "refuse": "red"}.get(event)
+        if event in ("join", "leave", "refuse", "short", "enough"):
+            named = f"sampler {sampler} {_TOLD[event]}" if sampler else "samplers"
+            console.print(
+                f"{named}: {detail}", style=style, markup=False, highlight=False
+            )
+
+    hub = Hub(
+        welcome=wire.pack(_welcome(config, model, rows, facts)),
+        refusal=functools.partial(_refusal, facts, exact=config.exact),
+        first=config.remote_samplers,
+        least=fleet.least,
+        wait_s=fleet.wait_s,
+        silence_s=fleet.silence_s,
+        tell=tell,
+    )
+    host, port = fleet.address
+    remote = Remote(hub, updater, layout, sizes, rows)
+    try:
+        opened = serving(hub_app(hub, fleet.key), host, port, name="hub")
+        with opened as (url, loop):
+            hub.attach(loop)
+            console.print(
+                f"samplers join at {url}: python -m launch.serve --follow {url}",
+                markup=False,
+                highlight=False,
+            )
+            try:
+                yield remote
+            finally:
+                remote.stop()
+    except OSError as error:
+        if error.filename is not None or "address" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"--fleet.listen: cannot listen on {fleet.listen}: {error}; choose "
+            "another, or port 0 for a free one"
+        ) from error
+
+
+_TOLD = {"join": "has joined", "leave": "has left", "refuse": "refused a version"}
+
+
+def _welcome(
+    config: RLConfig, model: Model, rows: Rows, facts: Mapping[str, str]
+) -> dict[str, Any]:
+    """What a sampler needs to open the same engine."""
+    with tempfile.TemporaryDirectory(prefix="welcome-") as folder:
+        model.tokenizer.save(folder)
+        files = {
+            str(file.relative_to(folder)): file.read_text(encoding="utf-8")
+            for file in sorted(Path(folder).rglob("*"))
+            if file.is_file()
+        }
+    return {
+        "versions": dict(facts),
+        "model": write_config(model.config),
+        # Compared with what a sampler reads: another version may read it otherwise.
+        "config": repr(model.config),
+        "files": files,
+        "dtype": model.dtype.name,
+        "rollout": dataclasses.asdict(config.rollout),
+        "lora": dataclasses.asdict(config.lora),
+        "seed": config.seed,
+        "exact": config.exact,
+        "kept_ids": config.kept_ids,
+        "kernels": config.kernels,
+        "rows": rows.to_json(),
+    }
+
+
+def _refusal(own: Mapping[str, str], facts: Mapping[str, Any], *, exact: bool) -> str:
+    """Says why a sampler may not join; "" if it may."""
+    theirs = facts["versions"]
+    names = (*SAME, "device") if exact else SAME[:1]
+    for name in names:
+        if own[name] != theirs.get(name):
+            promised = " and --exact promises equal log-probs" if exact else ""
+            return (
+                f"the trainer has {name} {own[name]}, the sampler "
+                f"{theirs.get(name)}{promised}; start it with the trainer's version"
+            )
+    return ""
