@@ -109,7 +109,7 @@ def encode(
     return None
 
 
-def decode(encoding: str, payload: Buffer, base: Buffer, itemsize: int) -> bytearray:
+def decode(encoding: str, payload: Buffer, base: Buffer, itemsize: int) -> memoryview:
     """Returns the chunk that `encode` encoded, in memory of its own.
 
     That the payload belongs to this base is the caller's to check, by the digest of
@@ -128,8 +128,8 @@ def decode(encoding: str, payload: Buffer, base: Buffer, itemsize: int) -> bytea
     >>> bytes(decode("sparse", b"\\x01\\x00\\x07", b"abcd", 1))
     b'a\\x07cd'
     """
-    new = bytearray(base)
-    elements = _elements(new, itemsize)
+    # NumPy copies without the interpreter lock, for other threads to do the same.
+    elements = _elements(base, itemsize).copy()
     width = _GAP_BYTES + itemsize
     match encoding:
         case "sparse":
@@ -156,7 +156,7 @@ def decode(encoding: str, payload: Buffer, base: Buffer, itemsize: int) -> bytea
     elements[positions] = (
         values if encoding == "sparse" else elements[positions] ^ values
     )
-    return new
+    return memoryview(elements.view(np.uint8))
 
 
 def _elements(data: Buffer, itemsize: int) -> NDArray[np.unsignedinteger]:

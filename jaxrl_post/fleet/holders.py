@@ -49,6 +49,7 @@ class _Spread:
     holders: dict[str, None] = field(default_factory=dict)
 
     def remove(self, member: str) -> None:
+        """Forgets a member."""
         self.fetching.pop(member, None)
         self.holders.pop(member, None)
 

@@ -1,7 +1,7 @@
 """A sampler's image of a version: its bytes in host memory, fetched chunk by chunk."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields
 
@@ -14,7 +14,8 @@ from jaxrl_post.fleet.manifest import DTYPES, ChunkEntry, Manifest, Part
 __all__ = ["Arrived", "Get", "Image", "Traffic", "path_of", "stage"]
 
 # (key, size) -> the payload of this digest and so many bytes, from anywhere: `stage`
-# checks it. Raises OSError or ChunkError if there is none, within a time of its own.
+# checks it, and asks again if it was another. Raises OSError or ChunkError if there is
+# none, within a time of its own.
 type Get = Callable[[str, int], bytes | memoryview]
 
 # (key, payload): the payload has been fetched and checked. Called from any thread.
@@ -73,10 +74,8 @@ class Image:
         self._arrays = {array.path: array for array in manifest.arrays}
         for array in manifest.arrays:
             for part in array.parts:
-                buffer = buffers[_content(part)]
-                self._payloads |= {
-                    chunk.key: view for chunk, view in _views(part, buffer)
-                }
+                for chunk, data in _split(part, buffers[_content(part)]):
+                    self._payloads[chunk.key] = memoryview(data)
 
     def array(self, path: str) -> np.ndarray:
         """Returns an array, read-only; without a copy if it is published in one part.
@@ -152,8 +151,8 @@ def stage(
 def path_of(manifests: Sequence[Manifest], held: Manifest | None) -> list[Manifest]:
     """Returns the versions to stage one after the other to get to the last one.
 
-    Deltas lead from one version to the next. Who is several versions behind fetches
-    all of them, if that is fewer bytes than the last version alone.
+    Deltas lead from one version to the next. Several of them, one after the other, may
+    be fewer bytes than the last version in full.
 
     Args:
         manifests: at least one, ascending.
@@ -177,14 +176,14 @@ def _content(part: Part) -> _Content:
     return tuple((chunk.key, chunk.size) for chunk in part.chunks)
 
 
-def _views(
+def _split(
     part: Part, buffer: NDArray[np.uint8]
-) -> Iterable[tuple[ChunkEntry, memoryview]]:
+) -> Iterator[tuple[ChunkEntry, NDArray[np.uint8]]]:
     """Yields the chunks of a part with their places in its buffer."""
-    view, stop = memoryview(buffer), 0
+    stop = 0
     for chunk in part.chunks:
         start, stop = stop, stop + chunk.size
-        yield chunk, view[start:stop]
+        yield chunk, buffer[start:stop]
 
 
 @dataclass
@@ -194,7 +193,7 @@ class _Job:
     name: str
     chunk: ChunkEntry
     itemsize: int
-    targets: list[memoryview] = field(default_factory=list)
+    targets: list[NDArray[np.uint8]] = field(default_factory=list)
 
 
 def _plan(
@@ -215,7 +214,7 @@ def _plan(
                 reused += part.size
                 continue
             buffers[content] = np.empty(part.size, np.uint8)
-            for number, (chunk, target) in enumerate(_views(part, buffers[content])):
+            for number, (chunk, target) in enumerate(_split(part, buffers[content])):
                 name = f"chunk {number} of array {array.path!r}"
                 job = _Job(name, chunk, array.itemsize)
                 jobs.setdefault((chunk.key, chunk.size), job).targets.append(target)
@@ -278,7 +277,7 @@ class _Source:
         return payload
 
 
-def _check(data: bytearray | memoryview, key: str, size: int) -> None:
+def _check(data: memoryview, key: str, size: int) -> None:
     """Raises ChunkError unless bytes have a size and a digest."""
     if len(data) != size:
         raise ChunkError(f"{key} must have {size} bytes, got {len(data)}")
@@ -286,11 +285,11 @@ def _check(data: bytearray | memoryview, key: str, size: int) -> None:
         raise ChunkError(f"bytes must have the digest {key}, got {found}")
 
 
-def _write(job: _Job, data: bytearray | memoryview) -> memoryview:
+def _write(job: _Job, data: memoryview) -> memoryview:
     """Writes a chunk to its places; returns the first."""
     for target in job.targets:
-        target[:] = data
-    return job.targets[0].toreadonly()
+        target[:] = np.frombuffer(data, np.uint8)
+    return memoryview(job.targets[0]).toreadonly()
 
 
 def _in_threads(

@@ -178,7 +178,10 @@ class Manifest:
         Args:
             held: digests of chunks.
         """
-        missing = {each.key: each for each in self.chunks() if each.key not in held}
+        missing: dict[str, ChunkEntry] = {}
+        for chunk in self.chunks():
+            if chunk.key not in held:
+                missing.setdefault(chunk.key, chunk)
         return sum(
             each.delta.size if each.delta and each.delta.base in held else each.size
             for each in missing.values()
