@@ -1,0 +1,1 @@
+"""Samplers in other processes: the trainer's hub, weights over HTTP, leases."""
