@@ -107,6 +107,8 @@ class Follower:
     # Versions to fetch again, and whether whole, by digest.
     _attempts: dict[str, int] = field(default_factory=dict, init=False)
     _doing: str = field(default="starting", init=False)
+    # What the thread of weights does; "" for nothing.
+    _fetching: str = field(default="", init=False)
     _ready: tuple[str, ...] = field(default=(), init=False)
     _changed: bool = field(default=False, init=False)
     _stopped: bool = field(default=False, init=False)
@@ -171,8 +173,8 @@ class Follower:
         self._let_go()
         progress = worker.step()
         doing = "sampling" if worker.busy else "waiting for work"
-        if self._staged:
-            doing = f"{doing}; version {self._staged[0].policy.version} is staged"
+        if self._fetching:
+            doing = f"{doing}, {self._fetching}"
         self._tell(doing, progress)
 
     def _news_of_threads(self, wait_s: float) -> list[Any]:
@@ -351,12 +353,17 @@ class Follower:
                     continue
                 attempt = self._attempts.get(policy.digest, 0)
                 wanted = {each.digest for each in self._wanted}
+            self._fetching = f"fetching version {policy.version}"
             try:
                 self._fetch(trainer, policy, attempt, wanted)
+                self._fetching = ""
                 waits = self._waits()
             except (AwayError, ChunkError) as error:
-                self.say(f"version {policy.version}: {error}")
-                time.sleep(next(waits))
+                pause = next(waits)
+                # A version that is needed no more goes while it is fetched.
+                if policy in self._wanted:
+                    self.say(f"version {policy.version}: {error}")
+                    time.sleep(pause)
 
     def _missing(self) -> Policy | None:
         """The oldest version that is wanted, and not here or to be fetched again."""

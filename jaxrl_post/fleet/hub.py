@@ -26,6 +26,8 @@ __all__ = ["FleetError", "Hub"]
 
 # Most seconds for which a request for orders is held.
 HOLD_S = 1.0
+# Seconds for which too few samplers are ready before the user is told.
+SHORT_S = 10.0
 # Seconds for the samplers to hear that a run is over.
 FAREWELL_S = 2.0
 
@@ -46,6 +48,7 @@ class Hub:
             waits.
         wait_s: seconds for which it waits.
         silence_s: seconds without a word after which a sampler is given up.
+        should_stop: whether the run is to end; it then waits for no samplers.
         tell: gets (event, sampler, detail) as it happens, such as a sampler's joining.
     """
 
@@ -55,6 +58,7 @@ class Hub:
     least: int = 1
     wait_s: float = 3600.0
     silence_s: float = 5.0
+    should_stop: Callable[[], bool] = lambda: False
     tell: Callable[[str, str, str], None] = lambda event, sampler, detail: None
     catalogue: Catalogue = field(default_factory=Catalogue)
     holders: Holders = field(default_factory=Holders)
@@ -70,8 +74,9 @@ class Hub:
     # Number of changes of the list of policies.
     _published: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
-    # Since when too few samplers are ready.
+    # Since when too few samplers are ready, and whether the user knows.
     _short_since: float | None = field(default=None, init=False)
+    _short_told: bool = field(default=False, init=False)
     # The event loop of the handlers, and what wakes requests that are held.
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -184,23 +189,32 @@ class Hub:
         now = time.monotonic()
         if enough:
             if self._short_since is not None:
-                self.tell("enough", "", f"{len(ready)} samplers are ready")
                 self._wake()
-            self._short_since = None
+            if self._short_told:
+                self.tell("enough", "", f"{len(ready)} are ready")
+            self._short_since, self._short_told = None, False
             return
         states = ", ".join(f"{each.name}: {_state(each, policy)}" for each in members)
         said = (
-            f"{len(ready)} of {needed} samplers are ready for version {policy.version}"
-            f" ({states or 'none has joined'})"
+            f"{len(ready)} of {needed} were ready for version {policy.version} "
+            f"({states or 'none has joined'})"
         )
         if self._short_since is None:
             self._short_since = now
+        waited = now - self._short_since
+        if waited > SHORT_S and not self._short_told:
+            self._short_told = True
             self.tell("short", "", f"{said}; waiting up to {self.wait_s:g} s")
-        if now - self._short_since > self.wait_s:
+        if self.should_stop():
+            raise FleetError(
+                f"samplers: the run was told to end while {said}. Its last checkpoint "
+                "is whole; the same command resumes it"
+            )
+        if waited > self.wait_s:
             raise FleetError(
                 f"samplers: {said}, for {self.wait_s:g} s (--fleet.wait-s). Start some "
-                "with: python -m launch.serve --follow with this trainer's address. "
-                "The last checkpoint is whole"
+                "with python -m launch.serve --follow and this trainer's address. The "
+                "last checkpoint is whole; the same command resumes the run"
             )
 
     def _report(self) -> None:

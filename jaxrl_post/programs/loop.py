@@ -49,6 +49,10 @@ class Weights[Sampler](Protocol):
         """Returns what publishing and sampling took since the last call."""
         ...
 
+    def close(self, *, completed: bool) -> None:
+        """Ends the samplers; says whether the run is complete, or will go on."""
+        ...
+
 
 @runtime_checkable
 class Producer[Buffer, Sampler](Protocol):

@@ -99,6 +99,9 @@ class Colocated:
         found["time/compilations"] = float(self.engine.compilations.total())
         return found
 
+    def close(self, *, completed: bool) -> None:
+        """Does nothing: the sampler runs in the trainer's thread."""
+
 
 @dataclass
 class Apart:
@@ -150,8 +153,9 @@ class Apart:
         compiled = sum(engine.compilations.total() for engine, _ in self.samplers)
         return found | {"time/compilations": float(compiled)}
 
-    def stop(self) -> None:
+    def close(self, *, completed: bool) -> None:
         """Makes samplers that run in a thread end soon, with an error."""
+        del completed
         self._stop.set()
 
 

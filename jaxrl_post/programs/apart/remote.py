@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.fleet import FleetConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.extras import install
@@ -44,7 +46,7 @@ except ModuleNotFoundError as error:
         f"{install('serve')}"
     ) from error
 
-__all__ = ["Remote", "open_remote"]
+__all__ = ["Remote", "check_free", "open_remote"]
 
 # What must be the same for log-probs that are equal to the last bit.
 SAME = ("jaxrl_post", "jax", "jaxlib")
@@ -124,10 +126,12 @@ class Remote:
         self._sent = sent
         return found | self.hub.counts()
 
-    def stop(self) -> None:
-        """Makes samplers that run in a thread end soon, with an error."""
+    def close(self, *, completed: bool) -> None:
+        """Ends what waits for samplers; of a complete run the samplers end too."""
         self._stop.set()
         self._thread.shutdown(cancel_futures=True)
+        if completed:
+            self.hub.end("the run is complete")
 
     def _fits(self, request: Request) -> None:
         vocab = self.updater.model.config.vocab_size
@@ -215,12 +219,16 @@ def _scored(updater: Updater, whole: PyTree, rows: Rows) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def open_remote(updater: Updater, *, console: Console) -> Iterator[Remote]:
+def open_remote(
+    updater: Updater, *, console: Console, should_stop: Callable[[], bool]
+) -> Iterator[Remote]:
     """Opens the address at which samplers in other processes join a run.
 
     Args:
         updater: has the options, the model and the parameters.
         console: for messages to the user.
+        should_stop: whether the run is to end; too few samplers are not waited for
+            then.
 
     Raises:
         ConfigError: the address is taken.
@@ -252,26 +260,33 @@ def open_remote(updater: Updater, *, console: Console) -> Iterator[Remote]:
         least=fleet.least,
         wait_s=fleet.wait_s,
         silence_s=fleet.silence_s,
+        should_stop=should_stop,
         tell=tell,
     )
     host, port = fleet.address
     remote = Remote(hub, updater, layout, sizes, rows)
+    check_free(fleet)
+    with serving(hub_app(hub, fleet.key), host, port, name="hub") as (url, loop):
+        hub.attach(loop)
+        console.print(
+            f"samplers join at {url}: python -m launch.serve --follow {url}",
+            markup=False,
+            highlight=False,
+        )
+        yield remote
+
+
+def check_free(fleet: FleetConfig) -> None:
+    """Refuses an address that is taken, before a model is opened.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    host, port = fleet.address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        opened = serving(hub_app(hub, fleet.key), host, port, name="hub")
-        with opened as (url, loop):
-            hub.attach(loop)
-            console.print(
-                f"samplers join at {url}: python -m launch.serve --follow {url}",
-                markup=False,
-                highlight=False,
-            )
-            try:
-                yield remote
-            finally:
-                remote.stop()
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
-        if error.filename is not None or "address" not in str(error).lower():
-            raise
         raise ConfigError(
             f"--fleet.listen: cannot listen on {fleet.listen}: {error}; choose "
             "another, or port 0 for a free one"
