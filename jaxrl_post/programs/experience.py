@@ -16,6 +16,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Environment, Task, WorkerStartError
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.tasks import TaskSets
+from jaxrl_post.fleet.probe import ProbeError
 from jaxrl_post.programs.build.judge import RewardJudge
 from jaxrl_post.programs.scores import Scores, check_failed, score
 from jaxrl_post.rollout import batch as batching
@@ -34,7 +35,12 @@ from jaxrl_post.sampler.port import Sampler
 __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "has_spread", "make_buffer"]
 
 # Errors of sampling that a program prints without a traceback; see `run.RUN_ERRORS`.
-SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
+SAMPLING_ERRORS = (
+    FailedRolloutsError,
+    RolloutTimeoutError,
+    WorkerStartError,
+    ProbeError,
+)
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31

@@ -37,6 +37,7 @@ from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import Updater, longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
 from jaxrl_post.programs.build.engine import engine_sizes, make_engine, sampler_memory
@@ -324,7 +325,8 @@ def _weights(
         for layout in layouts
     ]
     if config.own_samplers:
-        return Apart(samplers, updater)
+        rows = probe_rows(config, model.config.vocab_size)
+        return Apart(samplers, updater, Answering(updater, rows))
     return Colocated(*samplers[0], updater)
 
 

@@ -13,9 +13,11 @@ import grain
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.fleet.probe import Answers, Examiner, ask
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater
+from jaxrl_post.programs.apart.answers import Answering
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Evaluation, Experience
 from jaxrl_post.programs.loop import Trainer
@@ -107,17 +109,30 @@ class Colocated:
 class Apart:
     """Weights of samplers that have devices of their own.
 
+    Each version is compared with the trainer's own log-probs before it samples.
+
     Attributes:
         samplers: each with where it has the parameters.
         updater: has the parameters.
+        answering: answers the probe.
     """
 
     samplers: Sequence[tuple[Engine, SamplerLayout]]
     updater: Updater
+    answering: Answering
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # The last trained parameters that were published, and their copies.
     _last: tuple[Any, Sequence[Published]] = field(default=(None, ()), init=False)
+    # The trainer's answers, by version, of those that no sampler has served.
+    _answers: dict[int, Answers] = field(default_factory=dict, init=False)
+    # The examiner of each sampler, and the last version that it accepted.
+    _examiners: list[Examiner] = field(init=False)
+    _accepted: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._examiners = [Examiner() for _ in self.samplers]
+        self._accepted = [-1 for _ in self.samplers]
 
     @property
     def unbound(self) -> Fleet:
@@ -141,11 +156,28 @@ class Apart:
                 for engine, layout in self.samplers
             ]
             self._last = state.params, published
+            self._answers[int(state.step)] = self.answering.answers(state.params)
             moved = sum(each.bytes_moved for each in published)
             self._spent["publish/bytes_moved"] = float(moved)
         self._spent.setdefault("publish/bytes_moved", 0.0)
         self._spent["time/publish"] = time.perf_counter() - begin
-        return Fleet(published, self._stop)
+        return Fleet(published, self._stop, self._examine)
+
+    def _examine(self, sampler: Published) -> None:
+        """Compares a sampler with the trainer, once for each version.
+
+        Raises:
+            ProbeError: it computes something else.
+        """
+        place = [engine for engine, _ in self.samplers].index(sampler.engine)
+        if self._accepted[place] == sampler.version:
+            return
+        vocab = self.updater.model.config.vocab_size
+        found = ask(sampler, self.answering.rows, vocab)
+        self._examiners[place].examine(found, self._answers[sampler.version])
+        self._accepted[place] = sampler.version
+        for version in [each for each in self._answers if each < min(self._accepted)]:
+            del self._answers[version]
 
     def metrics(self) -> dict[str, float]:
         """Returns what publishing took since the last call."""

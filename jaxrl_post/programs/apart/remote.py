@@ -21,11 +21,11 @@ from rich.console import Console
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fleet import FleetConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.data import packing
 from jaxrl_post.extras import install
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.engine import engine_sizes
 from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.sampler import EngineConfig, Request
@@ -37,7 +37,7 @@ try:
     from jaxrl_post.fleet.app import hub_app
     from jaxrl_post.fleet.hub import Hub
     from jaxrl_post.fleet.leases import Policy
-    from jaxrl_post.fleet.probe import Answers, Rows, latest
+    from jaxrl_post.fleet.probe import Rows
     from jaxrl_post.fleet.remote import RemoteSamplers
     from jaxrl_post.serve.threads import serving
 except ModuleNotFoundError as error:
@@ -61,14 +61,14 @@ class Remote:
         updater: has the parameters.
         layout: dtype of the samplers' parameters, and how they are quantised.
         sizes: of a sampler, for the limits of requests.
-        rows: of the probe.
+        answering: answers the probe.
     """
 
     hub: Hub
     updater: Updater
     layout: SamplerLayout
     sizes: EngineConfig
-    rows: Rows
+    answering: Answering
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # Copies parameters to the host and makes their manifest, one version at a time.
@@ -78,7 +78,6 @@ class Remote:
     )
     # The last trained parameters that were published, and their policy.
     _last: tuple[Any, "Future[Policy] | None"] = field(default=(None, None), init=False)
-    _answers: list[np.ndarray] = field(default_factory=list, init=False)
     _base: tuple[str, ...] = field(default=(), init=False)
     # Bytes sent by the last call of `metrics`.
     _sent: int = field(default=0, init=False)
@@ -105,7 +104,7 @@ class Remote:
             trees = {"trained": _copied(params)}
             if base is not None and not self._base:
                 trees["base"] = base
-            answers = self._answered(state.params)
+            answers = self.answering.answers(state.params)
             work = functools.partial(
                 self._catalogued, trees, int(state.step), answers.to_json()
             )
@@ -136,14 +135,6 @@ class Remote:
     def _fits(self, request: Request) -> None:
         vocab = self.updater.model.config.vocab_size
         check_request(request, self.sizes, vocab, detokenizes=True)
-
-    def _answered(self, params: PyTree) -> Answers:
-        """Scores the rows of the probe by the trainer's own programs."""
-        whole, config = self.updater.model.whole(params), self.updater.config
-        found = _scored(self.updater, whole, self.rows)
-        answers = Answers(found, latest(self._answers), config.exact)
-        self._answers = [*self._answers[:1], found]
-        return answers
 
     def _catalogued(
         self, trees: Mapping[str, PyTree], version: int, extra: Any
@@ -197,27 +188,6 @@ def _parts(array: jax.Array) -> list[tuple[tuple[tuple[int, int], ...], np.ndarr
     ]
 
 
-def _scored(updater: Updater, whole: PyTree, rows: Rows) -> np.ndarray:
-    """The trainer's log-probs of the decoded tokens, float32 [rows, decoded]."""
-    count, places = rows.decoded.shape[0], rows.decoded.shape[1]
-    # The log-probs of a sequence tell where packing has put its tokens.
-    numbers = np.arange(count * places, dtype=np.float32).reshape(count, places)
-    sequences = [
-        packing.Sequence.of(
-            row[: rows.prompt], row[rows.prompt :], behavior_logprobs=number
-        )
-        for row, number in zip(rows.ids.tolist(), numbers.tolist(), strict=True)
-    ]
-    scorer, size = updater.learner.scorer, updater.config.update.microbatch_tokens
-    batch = packing.pack_microbatches(sequences, size, scorer.microbatch_rows)
-    found = np.asarray(scorer.predict(whole, batch).logprobs)
-    mask = np.asarray(batch.loss_mask)
-    order = np.asarray(batch.behavior_logprobs)[mask].astype(np.int32)
-    answers = np.empty(count * places, np.float32)
-    answers[order] = found[mask]
-    return answers.reshape(count, places)
-
-
 @contextlib.contextmanager
 def open_remote(
     updater: Updater, *, console: Console, should_stop: Callable[[], bool]
@@ -235,12 +205,7 @@ def open_remote(
     """
     config, model = updater.config, updater.model
     fleet, rollout = config.fleet, config.rollout
-    rows = Rows.make(
-        model.config.vocab_size,
-        rollout.max_prompt_tokens,
-        rollout.max_tokens,
-        rollout.temperature,
-    )
+    rows = probe_rows(config, model.config.vocab_size)
     layout, facts = sampler_layout(rollout, model), versions()
     sizes = engine_sizes(rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
     sizes = dataclasses.replace(sizes, exact=config.exact, kept_ids=config.kept_ids)
@@ -264,7 +229,7 @@ def open_remote(
         tell=tell,
     )
     host, port = fleet.address
-    remote = Remote(hub, updater, layout, sizes, rows)
+    remote = Remote(hub, updater, layout, sizes, Answering(updater, rows))
     check_free(fleet)
     with serving(hub_app(hub, fleet.key), host, port, name="hub") as (url, loop):
         hub.attach(loop)
