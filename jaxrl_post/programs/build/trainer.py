@@ -20,9 +20,11 @@ from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Experience, make_buffer
 from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
 from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.timeline import Timeline
 from jaxrl_post.rollout.ahead import Ahead, SampledBatch
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.collector import Collector
+from jaxrl_post.rollout.events import silent
 from jaxrl_post.sampler import Engine
 from jaxrl_post.sampler.port import Sampler
 
@@ -133,6 +135,8 @@ def make_trainer(
     if demonstrations is not None:
         size = demonstrations.size("train")
     by_part = algorithm.reads == "components"
+    timeline = None if directory is None else Timeline(directory.timeline)
+    tell = silent if timeline is None else timeline.tell
     experience = Experience(
         config=config,
         environment=environment,
@@ -148,11 +152,12 @@ def make_trainer(
             dtype=model.dtype,
             now=model.tokenizer.now,
         ),
+        tell=tell,
     )
     if config.samplers:
-        weights = Apart(samplers, updater)
+        weights = Apart(samplers, updater, tell)
     else:
-        weights = Colocated(*samplers[0], updater)
+        weights = Colocated(*samplers[0], updater, tell)
     if demonstrations is None:
         queue = make_buffer(config, by_part=by_part)
         ahead = None
@@ -162,6 +167,7 @@ def make_trainer(
                 config.rollout.ahead,
                 config.steps,
                 beside=config.samplers > 0,
+                tell=tell,
             )
         return OnlineTrainer(
             ahead or queue,
@@ -172,6 +178,7 @@ def make_trainer(
             queue=queue,
             ahead=ahead,
             directory=directory,
+            timeline=timeline,
         )
     rollout = config.rollout
     count = rollout.prompts_per_step * rollout.samples_per_prompt
