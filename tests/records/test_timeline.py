@@ -12,7 +12,10 @@ from jaxrl_post.files import WriteError
 from jaxrl_post.records.report.charts import Span
 from jaxrl_post.records.report.work import read_work
 from jaxrl_post.records.timeline import Timeline, read_timeline
+from jaxrl_post.rollout.ahead import Ahead, SampledBatch
+from jaxrl_post.rollout.episode import Group
 from tests.records.test_directory import largest_file
+from tests.rollout.test_ahead import Version
 
 
 @pytest.fixture
@@ -126,6 +129,47 @@ def test_two_threads_write_whole_rows(path):
         own = [row["number"] for row in rows if row["thread"] == thread]
         assert own == [*range(1000)]
     assert [row["at"] for row in rows] == sorted(row["at"] for row in rows)
+
+
+@pytest.mark.parametrize("stop", range(7))
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_a_resumed_run_tells_each_batch_once(path, lag, stop):
+    """The first process takes steps that no checkpoint has, before it is killed."""
+
+    def begun(count: int) -> tuple[Ahead, Timeline]:
+        timeline = opened(path, count)
+
+        def sample(version: Version, number: int) -> SampledBatch:
+            timeline.tell("draw", {"prompts": [number]})
+            return SampledBatch([Group(number, ())], {})
+
+        return Ahead(sample, lag, 7, beside=True, tell=timeline.tell), timeline
+
+    def train(ahead: Ahead, steps: range) -> None:
+        for number in steps:
+            ahead.feed(None, Version(number - 1), number)
+            ahead.take()
+
+    first, timeline = begun(0)
+    train(first, range(1, stop + 1))
+    first.settle()
+    saved, count = first.state(), timeline.settle()
+    train(first, range(stop + 1, min(stop + 3, 8)))
+    first.close()
+    timeline.close()
+    second, timeline = begun(count)
+    second.restore(saved)
+    train(second, range(stop + 1, 8))
+    second.close()
+    timeline.close()
+    rows = [*read_timeline(path)]
+    for event in ("draw", "take"):
+        told = [row["prompts"] for row in rows if row["event"] == event]
+        assert told == [[number] for number in range(1, 8)]
+    ends = [row for row in rows if row["event"] == "end"]
+    assert [row["version"] for row in ends] == [
+        max(0, t - 1 - lag) for t in range(1, 8)
+    ]
 
 
 def write_rows(path: Path, rows: list[tuple[float, str, dict]]) -> None:
