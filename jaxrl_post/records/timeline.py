@@ -1,4 +1,4 @@
-"""What happened in a run, and when: the log timeline.jsonl."""
+"""The log timeline.jsonl: the events of a run, and when each happened."""
 
 import itertools
 import json
@@ -21,8 +21,9 @@ class Timeline:
     monotonic clock. It is written whole, and outlives a kill of the process. `open`
     writes the row `start`, so a run that was resumed has several.
 
-    Rows of later steps stand between those of a step. So a checkpoint has their number,
-    not their step, and a resumed run keeps as many: those that it will not tell again.
+    Samples of later steps are drawn while a step trains, so the rows are not in the
+    order of steps: a checkpoint has the number of rows before it, and a resumed run
+    keeps as many. They are the events that it will not tell again.
 
     Args:
         path: of the file.

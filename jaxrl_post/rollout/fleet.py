@@ -39,7 +39,7 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        """Of the parameters, which all samplers have."""
+        """The version of the parameters, which all samplers have."""
         return self.samplers[0].version
 
     @property

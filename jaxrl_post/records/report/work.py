@@ -1,4 +1,4 @@
-"""Who worked when: the timeline of a run, for the page."""
+"""The timeline of a run, for the page: work around some steps, and staleness."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
