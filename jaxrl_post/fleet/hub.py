@@ -62,6 +62,8 @@ class Hub:
     tell: Callable[[str, str, str], None] = lambda event, sampler, detail: None
     catalogue: Catalogue = field(default_factory=Catalogue)
     holders: Holders = field(default_factory=Holders)
+    # The samplers that have samples.
+    _working: set[str] = field(default_factory=set, init=False)
     # Why the run has ended; "" while it goes on.
     ended: str = field(default="", init=False)
     # Bytes of parameters that were sent to samplers.
@@ -117,6 +119,20 @@ class Hub:
             job = next(self._jobs)
         self._wake()
         return job
+
+    def ready(self, policy: Policy, wait_s: float) -> bool:
+        """Whether enough samplers are ready; waits a little if they are not.
+
+        Raises:
+            FleetError: too few samplers were ready for too long.
+        """
+        if self._require(policy):
+            return True
+        with self._lock:
+            self._lock.wait(wait_s)
+            self.leases.expire(time.monotonic())
+        self._report()
+        return False
 
     def submit(self, request: Request, policy: Policy, job: int) -> None:
         """Queues a request."""
@@ -177,8 +193,8 @@ class Hub:
             while self.leases.members and time.monotonic() < end:
                 self._lock.wait(0.05)
 
-    def _require(self, policy: Policy) -> None:
-        """Waits no longer than allowed while too few samplers are ready."""
+    def _require(self, policy: Policy) -> bool:
+        """Whether enough samplers are ready; too few are not waited for too long."""
         with self._lock:
             members = list(self.leases.members.values())
             ready = [each for each in members if policy.digest in each.ready]
@@ -193,7 +209,7 @@ class Hub:
             if self._short_told:
                 self.tell("enough", "", f"{len(ready)} are ready")
             self._short_since, self._short_told = None, False
-            return
+            return True
         states = ", ".join(f"{each.name}: {_state(each, policy)}" for each in members)
         said = (
             f"{len(ready)} of {needed} were ready for version {policy.version} "
@@ -216,6 +232,7 @@ class Hub:
                 "with python -m launch.serve --follow and this trainer's address. The "
                 "last checkpoint is whole; the same command resumes the run"
             )
+        return False
 
     def _report(self) -> None:
         with self._lock:
@@ -249,6 +266,7 @@ class Hub:
         with self._lock:
             self.leases.member(name, epoch)
             self.leases.leave(name, why)
+            self._notice(name)
             self.holders.leave(member_of(name, epoch))
             self._lock.notify_all()
         self._wake()
@@ -257,6 +275,7 @@ class Hub:
         """Takes the news of a sampler, as `Leases.hear`."""
         with self._lock:
             self.leases.hear(name, epoch, news, time.monotonic())
+            self._notice(name)
             self._lock.notify_all()
         if any(each.finish_reason for each in news.progress):
             self._wake()
@@ -313,7 +332,16 @@ class Hub:
             self.leases.expire(now)
             orders = self.leases.orders(name, epoch, acknowledged, now)
             self.leases.member(name, epoch).present = True
+            self._notice(name)
         return orders
+
+    def _notice(self, name: str) -> None:
+        """Tells when a sampler begins to work, and when it has nothing more to do."""
+        member = self.leases.members.get(name)
+        works = member is not None and member.running > 0
+        if works != (name in self._working):
+            (self._working.add if works else self._working.discard)(name)
+            self.tell("begin" if works else "end", name, "")
 
     def _reply(self, orders: list[tuple[int, Order]]) -> dict[str, Any]:
         return {
@@ -326,6 +354,7 @@ class Hub:
     def _lost(self, name: str, epoch: int) -> None:
         with self._lock:
             self.leases.lost(name, epoch, "its connection broke")
+            self._notice(name)
             self.holders.leave(member_of(name, epoch))
             self._lock.notify_all()
         self._wake()

@@ -21,7 +21,8 @@ class RemoteSamplers:
 
     Args:
         hub: of the trainer.
-        policy: the version, once its bytes are known.
+        version: number of the parameters.
+        policy: the same, once its bytes are known.
         fits: raises ValueError for a request that no sampler takes.
         stop: once it is set, `dispatch` and `collect` raise StoppedError.
     """
@@ -29,10 +30,12 @@ class RemoteSamplers:
     def __init__(
         self,
         hub: Hub,
+        version: int,
         policy: Future[Policy],
         fits: Callable[[Request], None],
         stop: threading.Event,
     ) -> None:
+        self.version = version
         self._hub, self._policy, self._fits, self._stop = hub, policy, fits, stop
         self._job = 0
 
@@ -42,12 +45,19 @@ class RemoteSamplers:
         return self._hub.busy
 
     def renew(self) -> None:
-        """Begins other work, which uses nothing that was held of earlier requests.
+        """Begins other work, once enough samplers are ready for the version.
+
+        It uses nothing that was held of earlier requests. An episode whose agent has
+        a deadline does not begin before.
 
         Raises:
+            FleetError: too few samplers were ready for too long.
             Exception: that publishing the version raised.
         """
-        self._job = self._hub.begin(self._policy.result())
+        policy = self._policy.result()
+        self._job = self._hub.begin(policy)
+        while not self._hub.ready(policy, NEWS_S):
+            self._check_stopped()
 
     def check(self, request: Request) -> None:
         """Raises ValueError if `submit` would refuse the request."""

@@ -120,13 +120,17 @@ class Trainer[Batch](Training):
                 sampler = self.weights.publish()
                 metrics |= self.producer.feed(self.buffer, sampler, number)
         batch = self.buffer.take()
-        update = self.updater.update(batch, number)
+        update = self.update(batch, number)
         seconds = time.perf_counter() - begin
         metrics |= update.metrics | (self.weights.metrics() if self.weights else {})
         metrics["time/step"] = seconds
         metrics["throughput/tokens_per_second"] = update.tokens / seconds
         self.watch(number, metrics)
         return metrics, batch
+
+    def update(self, batch: Batch, number: int) -> Update:
+        """Trains on the batch of a step."""
+        return self.updater.update(batch, number)
 
 
 def train(

@@ -288,6 +288,8 @@ def _trainer(
         demonstrations=demonstrations,
         directory=run.directory,
     )
+    if trainer.timeline is not None:
+        stack.callback(trainer.timeline.close)
     if trainer.ahead is not None:
         stack.callback(trainer.ahead.close)
     return trainer

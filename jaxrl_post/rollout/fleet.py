@@ -45,6 +45,11 @@ class Fleet:
         self._running = Counter[int]()
 
     @property
+    def version(self) -> int:
+        """The version of the parameters, which all samplers have."""
+        return self.samplers[0].version
+
+    @property
     def busy(self) -> bool:
         """Whether requests are waiting or running."""
         return any(each.busy for each in self.samplers)

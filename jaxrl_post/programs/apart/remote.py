@@ -28,6 +28,7 @@ from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.engine import engine_sizes
 from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
+from jaxrl_post.rollout.events import Tell, silent
 from jaxrl_post.sampler import EngineConfig, Request
 from jaxrl_post.sampler.fitting import check_request
 from jaxrl_post.types import PyTree
@@ -62,6 +63,7 @@ class Remote:
         layout: dtype of the samplers' parameters, and how they are quantised.
         sizes: of a sampler, for the limits of requests.
         answering: answers the probe.
+        tell: told of each version that is published, and what samplers do.
     """
 
     hub: Hub
@@ -69,6 +71,7 @@ class Remote:
     layout: SamplerLayout
     sizes: EngineConfig
     answering: Answering
+    tell: Tell = silent
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # Copies parameters to the host and makes their manifest, one version at a time.
@@ -85,7 +88,7 @@ class Remote:
     @property
     def unbound(self) -> RemoteSamplers:
         """The samplers without parameters, which say what fits them."""
-        return RemoteSamplers(self.hub, Future(), self._fits, self._stop)
+        return RemoteSamplers(self.hub, -1, Future(), self._fits, self._stop)
 
     def publish(self) -> RemoteSamplers:
         """Begins to publish the current parameters; does not wait for the samplers.
@@ -111,7 +114,8 @@ class Remote:
             policy = self._thread.submit(work)
             self._last = state.params, policy
         self._spent["time/publish"] = time.perf_counter() - begin
-        return RemoteSamplers(self.hub, policy, self._fits, self._stop)
+        version = int(state.step)
+        return RemoteSamplers(self.hub, version, policy, self._fits, self._stop)
 
     def metrics(self) -> dict[str, float]:
         """Returns what publishing took since the last call, and how many samplers are.
@@ -149,7 +153,19 @@ class Remote:
             unchanged = ()
         else:
             unchanged = self._base
-        return self.hub.publish(version, arrays, unchanged, extra)
+        begin = time.perf_counter()
+        policy = self.hub.publish(version, arrays, unchanged, extra)
+        made = self.hub.catalogue.last_addition
+        assert made is not None, "it was added"
+        self.tell(
+            "publish",
+            {
+                "version": version,
+                "bytes": made.update_bytes,
+                "seconds": round(time.perf_counter() - begin, 6),
+            },
+        )
+        return policy
 
 
 def _copied(tree: PyTree) -> PyTree:
@@ -211,6 +227,10 @@ def open_remote(
     sizes = dataclasses.replace(sizes, exact=config.exact, kept_ids=config.kept_ids)
 
     def tell(event: str, sampler: str, detail: str) -> None:
+        if event in ("begin", "end"):
+            remote.tell(event, {"work": "sample", "sampler": sampler})
+            return
+        remote.tell(event, {"sampler": sampler, "detail": detail})
         style = {"short": "yellow", "leave": "yellow", "refuse": "red"}.get(event)
         if event in ("join", "leave", "refuse", "short", "enough"):
             named = f"sampler {sampler} {_TOLD[event]}" if sampler else "samplers"
