@@ -532,11 +532,6 @@ def _check_ahead(config: RLConfig) -> None:
         given.append(f"--samplers {config.samplers}")
     if not given:
         return
-    if config.rollout.partial:
-        raise ConfigError(
-            f"--rollout.partial: with {given[0]} each batch is sampled wholly by one "
-            "version of the parameters; drop one of the two"
-        )
     if config.distill.data == "demonstrations":
         raise ConfigError(
             f"{given[0]}: nothing is sampled with --distill.data demonstrations; drop "

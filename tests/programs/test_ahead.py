@@ -187,3 +187,30 @@ def test_a_crash_beside_samplers_leaves_the_last_checkpoint(
 def test_devices_that_do_not_suffice_are_named(base, coin, tmp_path, options, message):
     with pytest.raises(MeshError, match=message):
         run(base, tmp_path / "run", ahead=0, **options)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("kept", daily([True, False], {True}))
+def test_unfinished_groups_go_on_under_the_next_parameters(base, coin, tmp_path, kept):
+    """No step waits for them; each is trained on once, however often a run stops."""
+    rollout = dataclasses.replace(
+        base.rollout, partial=3, recompute_cache=not kept, max_tokens=12
+    )
+    base = dataclasses.replace(base, rollout=rollout, exact=not kept, steps=8)
+    left = iter([False] * 3 + [True])
+    folder = tmp_path / "run"
+    run(base, folder, ahead=1, samplers=2, stop=lambda: next(left, True))
+    assert run(base, folder, ahead=1, samplers=1).completed
+    taken = [
+        row["prompts"]
+        for row in read_timeline(folder / "timeline.jsonl")
+        if row["event"] == "take"
+    ]
+    groups = [prompt for prompts in taken for prompt in prompts]
+    assert len(taken) == 8
+    assert len(groups) == len({*groups}) == 8 * base.rollout.prompts_per_step
+    # A group waits for three others at most, and so is trained on within two steps.
+    late = [prompt // 4 - step for step, each in enumerate(taken) for prompt in each]
+    assert max(late) <= 1
+    ages = [row.get("rollout/staleness") for row in metrics(folder)[1:]]
+    assert max(age for age in ages if age is not None) >= 1.0
