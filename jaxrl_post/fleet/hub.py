@@ -64,7 +64,7 @@ class Hub:
     holders: Holders = field(default_factory=Holders)
     # The samplers that have samples.
     _working: set[str] = field(default_factory=set, init=False)
-    # Why the run has ended; "" while it goes on.
+    # Why the run has ended; "" before.
     ended: str = field(default="", init=False)
     # Bytes of parameters that were sent to samplers.
     sent_bytes: int = field(default=0, init=False)
@@ -97,8 +97,8 @@ class Hub:
         Args:
             version: its number.
             arrays: as `Catalogue.add` takes them.
-            unchanged: paths of arrays that are those of the version before.
-            extra: what the manifest says besides.
+            unchanged: paths of arrays that are as in the version before.
+            extra: other values of the manifest.
         """
         made = self.catalogue.add(version, arrays, extra=extra, unchanged=unchanged)
         with self._lock:

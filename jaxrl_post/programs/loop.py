@@ -50,7 +50,7 @@ class Weights[Sampler](Protocol):
         ...
 
     def close(self, *, completed: bool) -> None:
-        """Ends the samplers; says whether the run is complete, or will go on."""
+        """Ends the samplers; says whether the run is complete."""
         ...
 
 

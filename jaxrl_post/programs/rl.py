@@ -13,7 +13,7 @@ import grain
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.examples.demonstrations import Demonstrations
-from jaxrl_post.fleet.probe import Answers, Examiner, ask
+from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ask
 from jaxrl_post.learner.learner import Update
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
@@ -135,7 +135,7 @@ class Apart:
     # The last trained parameters that were published, and their copies.
     _last: tuple[Any, Sequence[Published]] = field(default=(None, ()), init=False)
     # The trainer's answers, by version, of those that no sampler has served.
-    _answers: dict[int, Answers] = field(default_factory=dict, init=False)
+    _answers: dict[int, ProbeAnswers] = field(default_factory=dict, init=False)
     # The examiner of each sampler, and the last version that it accepted.
     _examiners: list[Examiner] = field(init=False)
     _accepted: list[int] = field(init=False)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.envs import WorkerPool
-from jaxrl_post.fleet.probe import Answers, Examiner, ProbeError, ask
+from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ask
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.engine import make_engine
@@ -173,7 +173,7 @@ def test_what_the_engine_sampled_before_does_not_matter(case):
 def test_bounds_by_hand():
     own = np.zeros((1, 4), np.float32)
     other = np.full((1, 4), -1.0, np.float32)
-    answers = Answers(own, (other,), exact=False)
+    answers = ProbeAnswers(own, (other,), exact=False)
     examiner = Examiner()
     with pytest.raises(ProbeError, match=r"by 0\.3 nats in the mean; at most 0\.25"):
         examiner.examine(own + np.float32(0.3), answers)
@@ -184,7 +184,7 @@ def test_bounds_by_hand():
         examiner.examine(own - np.float32(0.2), answers)
     with pytest.raises(ProbeError, match="nan nats"):
         examiner.examine(own + np.float32(np.nan), answers)
-    near = Answers(own, (np.full((1, 4), 0.05, np.float32),), exact=False)
+    near = ProbeAnswers(own, (np.full((1, 4), 0.05, np.float32),), exact=False)
     with pytest.raises(
         ProbeError, match=r"0\.01 nats from an earlier version's and 0\.04"
     ):

@@ -7,14 +7,14 @@ import numpy as np
 
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
-from jaxrl_post.fleet.probe import Answers, Rows, latest
+from jaxrl_post.fleet.probe import ProbeAnswers, ProbeRows, latest
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.types import PyTree
 
 __all__ = ["Answering", "probe_rows"]
 
 
-def probe_rows(config: RLConfig, vocab: int) -> Rows:
+def probe_rows(config: RLConfig, vocab: int) -> ProbeRows:
     """The rows of a run's probe.
 
     Args:
@@ -22,7 +22,7 @@ def probe_rows(config: RLConfig, vocab: int) -> Rows:
         vocab: number of token ids.
     """
     rollout = config.rollout
-    return Rows.make(
+    return ProbeRows.make(
         vocab, rollout.max_prompt_tokens, rollout.max_tokens, rollout.temperature
     )
 
@@ -37,14 +37,14 @@ class Answering:
     """
 
     updater: Updater
-    rows: Rows
-    # Of the first version and of the last one.
+    rows: ProbeRows
+    # Answers of the first version and of the last one.
     _before: list[np.ndarray] = field(default_factory=list, init=False)
 
-    def answers(self, params: PyTree) -> Answers:
+    def answers(self, params: PyTree) -> ProbeAnswers:
         """Returns the log-probs under the trained parameters and under earlier ones."""
         found = self._scored(self.updater.model.whole(params))
-        answers = Answers(found, latest(self._before), self.updater.config.exact)
+        answers = ProbeAnswers(found, latest(self._before), self.updater.config.exact)
         self._before = [*self._before[:1], found]
         return answers
 

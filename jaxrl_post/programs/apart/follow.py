@@ -25,10 +25,10 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.serve import ServeConfig, read_key
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.fleet.app import relay_app
-from jaxrl_post.fleet.client import AwayError, RefusedError, Trainer
+from jaxrl_post.fleet.client import AwayError, NotAdmittedError, TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.image import Image
-from jaxrl_post.fleet.probe import Rows
+from jaxrl_post.fleet.probe import ProbeRows
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.models import abstract, param_specs
@@ -58,7 +58,7 @@ def follow(config: ServeConfig, *, console: Console) -> None:
     """
     assert config.follow is not None, "the caller has asked"
     key, stop = read_key(config), threading.Event()
-    connect = functools.partial(Trainer, config.follow, key)
+    connect = functools.partial(TrainerClient, config.follow, key)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -77,14 +77,14 @@ def follow(config: ServeConfig, *, console: Console) -> None:
                 say(f"sampler {follower.name} at {url}; Ctrl-C ends it")
                 follower.run(stop.is_set)
             say(follower.ended or "ended")
-    except RefusedError as error:
+    except NotAdmittedError as error:
         raise ConfigError(f"--follow: {error}") from error
 
 
 def _follower(
     config: ServeConfig,
     welcome: Mapping[str, Any],
-    connect: Callable[[], Trainer],
+    connect: Callable[[], TrainerClient],
     model: Model,
     engine: Engine,
     layout: SamplerLayout,
@@ -97,7 +97,7 @@ def _follower(
         connect=connect,
         facts=facts,
         opened=functools.partial(_published, engine, layout, model),
-        rows=Rows.from_json(welcome["rows"]),
+        rows=ProbeRows.from_json(welcome["rows"]),
         vocab=model.config.vocab_size,
         away_s=config.follow_wait_s,
         say=say,
@@ -105,12 +105,12 @@ def _follower(
 
 
 def _welcomed(
-    connect: Callable[[], Trainer],
+    connect: Callable[[], TrainerClient],
     wait_s: float,
     stop: threading.Event,
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """What the trainer tells a sampler, once it answers; None if it shall stop."""
+    """Returns the trainer's welcome, once it answers; None if it shall stop."""
     trainer, waited, told = connect(), 0.0, False
     with contextlib.closing(trainer):
         while not stop.is_set():

@@ -19,8 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.fleet import FleetConfig
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import FleetConfig
 from jaxrl_post.extras import install
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.learner.updater import Updater
@@ -38,7 +38,7 @@ try:
     from jaxrl_post.fleet.app import hub_app
     from jaxrl_post.fleet.hub import Hub
     from jaxrl_post.fleet.leases import Policy
-    from jaxrl_post.fleet.probe import Rows
+    from jaxrl_post.fleet.probe import ProbeRows
     from jaxrl_post.fleet.remote import RemoteSamplers
     from jaxrl_post.serve.threads import serving
 except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["Remote", "check_free", "open_remote"]
 
-# What must be the same for log-probs that are equal to the last bit.
+# Versions that must be the same for log-probs that are equal to the last bit.
 SAME = ("jaxrl_post", "jax", "jaxlib")
 
 
@@ -120,8 +120,8 @@ class Remote:
     def metrics(self) -> dict[str, float]:
         """Returns what publishing took since the last call, and how many samplers are.
 
-        Parameters are sent while a step trains, so a step's bytes may be those of the
-        version before.
+        Parameters are sent while a step trains, so a step's bytes may belong to
+        the version before.
         """
         found, self._spent = self._spent, {}
         sent = self.hub.sent_bytes
@@ -282,9 +282,9 @@ _TOLD = {"join": "has joined", "leave": "has left", "refuse": "refused a version
 
 
 def _welcome(
-    config: RLConfig, model: Model, rows: Rows, facts: Mapping[str, str]
+    config: RLConfig, model: Model, rows: ProbeRows, facts: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What a sampler needs to open the same engine."""
+    """Returns what a sampler needs to open the same engine."""
     with tempfile.TemporaryDirectory(prefix="welcome-") as folder:
         model.tokenizer.save(folder)
         files = {
