@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.events import Tell, silent, told
 from jaxrl_post.sampler.port import Sampler
+from jaxrl_post.sharding import processes
 
 __all__ = ["Ahead", "SampledBatch", "Versioned"]
 
@@ -129,7 +130,13 @@ class Ahead:
     def _begin(self, sampler: Versioned, number: int) -> None:
         if self.beside:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="samplers")
+                self._thread = ThreadPoolExecutor(
+                    1,
+                    thread_name_prefix="samplers",
+                    # Processes of a run exchange judgements in this thread.
+                    initializer=processes.enter_lane,
+                    initargs=("samplers",),
+                )
             self._begun[number] = self._thread.submit(self._timed, sampler, number)
             return
         made = self._begun[number] = Future[SampledBatch]()
