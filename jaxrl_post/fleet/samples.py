@@ -89,10 +89,11 @@ class Sample:
             return "told alternatives or not, and was asked otherwise"
         if others is not None and mine is not None and len(others.ids) != size:
             return f"told alternatives of {len(others.ids)} tokens of {size}"
-        most = self.request.sampling.max_tokens
-        goes_on = told.finish_reason in (None, "cancelled")
-        if self.length + size > most - goes_on:
-            return f"told {self.length + size} tokens of at most {most}"
+        length, most = self.length + size, self.request.sampling.max_tokens
+        if length > most:
+            return f"told {length} tokens of at most {most}"
+        if length == most and told.finish_reason in (None, "cancelled"):
+            return f"told all of {most} tokens, and not that it has ended"
         return ""
 
     def add(self, told: Progress) -> None:

@@ -6,7 +6,7 @@ prompt stay with one sampler, which holds the prompt's keys, as long as it has r
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from jaxrl_post.fleet.members import Member
 from jaxrl_post.fleet.samples import Queue, Sample, Work
@@ -25,8 +25,8 @@ def share(
 ) -> list[Sample]:
     """Returns the waiting samples of some work that a sampler should draw.
 
-    While more wait than all have room for, it draws as many as its speed's part of all.
-    Otherwise a prompt is for the sampler that will have the fewest for its speed.
+    It draws prompts up to its part of all samples, by its speed. What is left over is
+    for the sampler that will have the fewest samples for its speed.
 
     Args:
         member: has room, and is ready for the work.
@@ -36,27 +36,24 @@ def share(
         now: the time.
     """
     queue.since = min(queue.since, now)
-    others = [
-        each
-        for each in members.values()
-        if each is not member and _draws(each, work, now < queue.since + KEPT_S)
-    ]
-    able, speed = [member, *others], _speeds(members.values(), now)
-    fair = 0.0
-    if queue.count >= sum(each.room for each in able):
-        total = queue.count + sum(each.running for each in able)
-        fair = total * speed[member] / sum(speed[each] for each in able)
+    early = now < queue.since + KEPT_S
+    able = [e for e in members.values() if e is member or _draws(e, work, early)]
+    speed, total = _speeds(able, now), queue.count + sum(e.running for e in able)
+    part = total * speed[member] / sum(speed.values())
     chosen, running, most = list[Sample](), member.running, member.room
-    for home, part in queue.prompts(lambda home: _place(home, member, members, work)):
-        size = len(part)
-        behind = running < fair or (home == member.epoch and running < member.slots)
-        if not behind and any(
+    for home, waiting in queue.prompts(
+        lambda home: _place(home, member, members, work)
+    ):
+        size = min(len(waiting), most - len(chosen))
+        mine = home == member.epoch and running < member.slots
+        if not (mine or running + size <= part) and any(
             (each.running + size) / speed[each] < (running + size) / speed[member]
-            for each in others
+            for each in able
+            if each is not member
         ):
             # The other one will ask.
             break
-        taken = itertools.islice(part, most - len(chosen))
+        taken = itertools.islice(waiting, size)
         chosen += sorted(taken, key=lambda sample: sample.index)
         running = member.running + len(chosen)
         if len(chosen) == most:
@@ -102,8 +99,7 @@ def _draws(member: Member, work: Work, early: bool) -> bool:
     """Whether a sampler could be given some work, or soon if it sampled before."""
     digest = work.policy.digest
     return (
-        member.room > 0
-        and member.fits(work)
+        member.fits(work)
         and digest not in member.refused
         and (digest in member.ready or (early and member.measured))
     )
@@ -123,14 +119,13 @@ def _place(
     return None if other.free > 0 else 3
 
 
-def _speeds(members: Iterable[Member], now: float) -> dict[Member, float]:
+def _speeds(members: Collection[Member], now: float) -> dict[Member, float]:
     """Tokens a second of all slots of each sampler."""
-    members = list(members)
     usual = _usual(members, now)
     return {each: each.slots * max(each.pace(now, usual), 1e-9) for each in members}
 
 
-def _usual(members: Iterable[Member], now: float) -> float:
+def _usual(members: Collection[Member], now: float) -> float:
     """The mean pace of the samplers; 1 before any was measured."""
     paces = [each.pace(now) for each in members if each.measured]
     return math.fsum(paces) / len(paces) if paces else 1.0
