@@ -46,6 +46,8 @@ class Leases:
         silence_s: seconds without a word after which a sampler is given up.
         members: the samplers, by name.
         held: whether nothing is granted now.
+        changed: whether samplers that have asked for orders in vain should ask again;
+            the caller clears it.
         happened: (event, sampler, detail) since the caller last cleared it.
         numbers: of epochs and leases, ascending from 1 or more. A trainer that is
             started again must use none of the one before.
@@ -56,6 +58,7 @@ class Leases:
     silence_s: float = 5.0
     members: dict[str, Member] = field(default_factory=dict)
     held: bool = False
+    changed: bool = False
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     happened: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, int] = field(
@@ -190,6 +193,7 @@ class Leases:
         ready = frozenset(news.ready) - member.refused.keys()
         if ready and ready != member.ready:
             self.happened.append(("ready", name, news.doing))
+            self.changed = True
         member.ready = ready
         running = min(member.running, member.slots)
         told = sum([self._advance(member, each) for each in news.progress])
@@ -248,6 +252,7 @@ class Leases:
             self._fail(member, f"lease {told.lease}, sample {told.index}: {fault}")
         sample.add(told)
         if told.finish_reason is not None:
+            self.changed = True
             del member.samples[told.lease, told.index]
             if told.finish_reason == "cancelled":
                 self._wait(sample)
@@ -265,6 +270,7 @@ class Leases:
         raise UnknownSamplerError(f"sampler {member.name}: {why}; join again")
 
     def _wait(self, sample: Sample) -> None:
+        self.changed = True
         sample.lease = 0
         self._queues.setdefault(sample.work, Queue()).add(sample)
 
@@ -276,6 +282,7 @@ class Leases:
             del self._epochs[sample.epoch].samples[sample.lease, sample.index]
             sample.lease = 0
         for (epoch, lease), indices in ended.items():
+            self.changed = True
             self._epochs[epoch].order(Revoke(lease, tuple(indices)))
 
     # Who gets which.

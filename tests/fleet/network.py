@@ -28,10 +28,12 @@ from jaxrl_post.fleet.worker import Worker
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from tests.fleet.drawing import Engine, Stubborn, same, undisturbed
 
-__all__ = ["Job", "Network", "Node", "Trainer"]
+__all__ = ["Job", "Network", "Node", "Trainer", "check_whole"]
 
 # Seconds for which a request for orders is held, and after which one is sent again.
 HOLD_S, AGAIN_S = 1.0, 1.5
+# A sample is moved fewer times, by a sampler that is twice as fast, then four times ...
+MOST_MOVES = 8
 
 
 @dataclass
@@ -187,14 +189,23 @@ class Trainer:
 
     def wake(self) -> None:
         """Lets the requests that are held look again."""
+        self.leases.changed = False
         found, self._open = self._open, {}
         for look in found.values():
             look()
 
+    def stir(self) -> None:
+        """Lets them look soon, if something has changed for them."""
+        if self.leases.changed:
+            self.leases.changed = False
+            self.network.after(0.0, self.wake)
+
     def _tick(self) -> None:
         self.leases.expire(self.network.now)
         self.collect()
-        self.network.after(0.5, self._tick)
+        self.stir()
+        check_whole(self.leases)
+        self.network.after(0.7, self._tick)
 
     # What the samplers call.
 
@@ -215,9 +226,8 @@ class Trainer:
             self.network.send(node.unknown, epoch)
             return
         self.network.send(node.heard, epoch, news.number)
-        if any(each.finish_reason for each in news.progress):
-            self.collect()
-            self.wake()
+        self.collect()
+        self.stir()
 
     def orders(self, node: "Node", epoch: int, acknowledged: int, known: int) -> None:
         """Answers once there are orders, or after a while."""
@@ -231,6 +241,7 @@ class Trainer:
             except UnknownSamplerError:
                 self.network.send(node.unknown, epoch)
                 return
+            self.stir()
             if not (found or known != self.published or now >= end):
                 member.present = True
                 self._open[node.name] = look
@@ -256,6 +267,29 @@ class Trainer:
         if epoch is not None:
             self.leases.lost(name, epoch, "its connection broke")
             self.wake()
+
+
+def check_whole(leases: Leases) -> None:
+    """Checks that each sample waits or is drawn by one sampler, and that this is known.
+
+    A sampler draws one work at a time.
+    """
+    found = list[int]()
+    for work, queue in leases._queues.items():
+        waiting = [each for _, part in queue.prompts(lambda _: 0) for each in part]
+        assert len(waiting) == queue.count
+        assert all(each.work == work and not each.lease for each in waiting)
+        found += map(id, waiting)
+    assert {each.epoch: each for each in leases.members.values()} == leases._epochs
+    for member in leases.members.values():
+        assert len({each.work for each in member.samples.values()}) < 2
+        assert member.room >= 0
+        for (lease, index), sample in member.samples.items():
+            assert (lease, index) == (sample.lease, sample.index)
+            assert sample.epoch == member.epoch
+            found.append(id(sample))
+    assert sorted(found) == sorted(map(id, leases._samples.values()))
+    assert all(each.moves < MOST_MOVES for each in leases._samples.values())
 
 
 @dataclass
