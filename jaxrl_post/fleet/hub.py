@@ -105,13 +105,15 @@ class Hub:
         self._wake()
 
     def begin(self, policy: Policy) -> int:
-        """Begins a job, wholly sampled by a policy; earlier versions are let go.
+        """Begins a job, wholly sampled by a policy.
+
+        Earlier versions are let go, but for those by which samples are still drawn.
 
         Returns:
             The job's number.
         """
-        self.catalogue.retire(policy.version)
         with self._lock:
+            self.catalogue.retire(int(min(policy.version, self.leases.oldest)))
             self._published += 1
             self.leases.forget_homes()
             job = next(self._jobs)
