@@ -22,7 +22,6 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import check_rows, check_template, columns_of
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import check_numbers
-from jaxrl_post.config.fleet import FleetConfig, check_address
 from jaxrl_post.config.horizon import check_schedules
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import (
@@ -36,7 +35,12 @@ from jaxrl_post.config.offline import (
 from jaxrl_post.config.paths import check_paths, check_repository, naming
 from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.rollout import RolloutConfig, check_judges
+from jaxrl_post.config.rollout import (
+    FleetConfig,
+    RolloutConfig,
+    check_address,
+    check_judges,
+)
 from jaxrl_post.config.run import (
     CheckpointConfig,
     RunConfig,
@@ -532,11 +536,6 @@ def _check_ahead(config: RLConfig) -> None:
         given.append(f"--samplers {config.samplers}")
     if not given:
         return
-    if config.rollout.partial:
-        raise ConfigError(
-            f"--rollout.partial: with {given[0]} each batch is sampled wholly by one "
-            "version of the parameters; drop one of the two"
-        )
     if config.distill.data == "demonstrations":
         raise ConfigError(
             f"{given[0]}: nothing is sampled with --distill.data demonstrations; drop "

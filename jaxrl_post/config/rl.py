@@ -7,10 +7,9 @@ from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.fields import ANY, COUNT, FREE, NOT_NEGATIVE
-from jaxrl_post.config.fleet import FleetConfig, expected_samplers
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.reward_model import RewardModelConfig
-from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.rollout import FleetConfig, RolloutConfig, expected_samplers
 from jaxrl_post.config.run import RunConfig
 
 __all__ = ["MismatchConfig", "RLConfig"]

@@ -145,7 +145,7 @@ def check_server(config: ServeConfig) -> None:
 
 
 def _check_follow(config: ServeConfig) -> None:
-    """Refuses options of which a sampler of a training run has no use."""
+    """Refuses options that a sampler of a training run does not read."""
     follow = config.follow
     if follow is None:
         if not config.model:

@@ -14,7 +14,7 @@ from jaxrl_post.fleet.chunks import ChunkError, digest_of
 from jaxrl_post.fleet.leases import News, Order, UnknownSamplerError
 from jaxrl_post.fleet.manifest import Manifest, from_json
 
-__all__ = ["AwayError", "RefusedError", "Reply", "Trainer"]
+__all__ = ["AwayError", "NotAdmittedError", "Reply", "TrainerClient"]
 
 # Seconds for connecting, and for a message or a piece of the weights.
 CONNECT_S, ANSWER_S = 5.0, 60.0
@@ -28,7 +28,7 @@ class AwayError(ConnectionError):
     """The trainer does not answer; it may come back."""
 
 
-class RefusedError(RuntimeError):
+class NotAdmittedError(RuntimeError):
     """The trainer does not take this sampler."""
 
 
@@ -40,7 +40,7 @@ class Reply(NamedTuple):
         policies: (version, digest) of the versions that may be needed, the oldest
             first.
         known: number of this list of policies.
-        ended: why the run is over; "" while it goes on.
+        ended: why the run has ended; "" before.
     """
 
     orders: list[tuple[int, Order]]
@@ -49,7 +49,7 @@ class Reply(NamedTuple):
     ended: str
 
 
-class Trainer:
+class TrainerClient:
     """The trainer, as a sampler sees it; each thread has one of its own.
 
     Args:
@@ -126,7 +126,7 @@ class Trainer:
             size: its bytes.
 
         Raises:
-            ChunkError: nobody has it any more.
+            ChunkError: no process has it any more.
         """
         failed, path = set[str](), f"/weights/payloads/{key}"
         end = time.monotonic() + HOLDER_S
@@ -150,10 +150,12 @@ class Trainer:
                     self._held.append(key)
                     return data
                 failed.add(holder)
-            if told["wait"]:
-                if time.monotonic() > end:
-                    failed |= set(told["wait"])
-                time.sleep(AGAIN_S)
+            if time.monotonic() > end:
+                if failed.issuperset(told.get("wait", ())):
+                    raise ChunkError(f"payload {key}: nothing has sent it")
+                failed |= set(told["wait"])
+                end += HOLDER_S
+            time.sleep(AGAIN_S)
 
     def flush(self, member: str) -> None:
         """Tells which payloads this sampler has, if it has not yet."""
@@ -195,7 +197,7 @@ class Trainer:
             AwayError: there is none, or the trainer cannot answer now.
             UnknownSamplerError: this sampler must join again.
             LookupError: the version or payload is gone.
-            RefusedError: the trainer takes no such request.
+            NotAdmittedError: the trainer takes no such request.
         """
         try:
             answer = self._http.request(
@@ -218,4 +220,4 @@ class Trainer:
             raise LookupError(why)
         if answer.status_code >= 500:
             raise AwayError(f"{self.url}{path}: {answer.status_code}: {why}")
-        raise RefusedError(f"{self.url}{path}: {answer.status_code}: {why}")
+        raise NotAdmittedError(f"{self.url}{path}: {answer.status_code}: {why}")

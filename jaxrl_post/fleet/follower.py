@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.fleet.chunks import ChunkError
-from jaxrl_post.fleet.client import AwayError, Trainer
+from jaxrl_post.fleet.client import AwayError, TrainerClient
 from jaxrl_post.fleet.image import Image, stage
 from jaxrl_post.fleet.leases import (
     News,
@@ -25,7 +25,7 @@ from jaxrl_post.fleet.leases import (
     UnknownSamplerError,
     member_of,
 )
-from jaxrl_post.fleet.probe import Answers, Examiner, ProbeError, Rows, ask
+from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ProbeRows, ask
 from jaxrl_post.fleet.worker import Worker
 from jaxrl_post.rollout.weights import Published
 
@@ -49,13 +49,13 @@ class _Staged:
 
     policy: Policy
     sampler: Published
-    answers: Answers
+    answers: ProbeAnswers
     attempt: int
 
 
 @dataclass
 class _Session:
-    """What was told and heard since this sampler joined."""
+    """A sampler's time with a trainer, from joining to joining again."""
 
     epoch: int
     acknowledged: int = 0
@@ -79,10 +79,10 @@ class Follower:
     """
 
     name: str
-    connect: Callable[[], Trainer]
+    connect: Callable[[], TrainerClient]
     facts: Mapping[str, Any]
     opened: Callable[[Image, int], Published]
-    rows: Rows
+    rows: ProbeRows
     vocab: int
     away_s: float = 600.0
     say: Callable[[str], None] = lambda line: None
@@ -107,6 +107,8 @@ class Follower:
     # Versions to fetch again, and whether whole, by digest.
     _attempts: dict[str, int] = field(default_factory=dict, init=False)
     _doing: str = field(default="starting", init=False)
+    # The work of the thread of weights; "" for none.
+    _fetching: str = field(default="", init=False)
     _ready: tuple[str, ...] = field(default=(), init=False)
     _changed: bool = field(default=False, init=False)
     _stopped: bool = field(default=False, init=False)
@@ -117,7 +119,7 @@ class Follower:
 
         Raises:
             TrainerGoneError: it was away for `away_s`.
-            RefusedError: it does not take this sampler.
+            NotAdmittedError: it does not take this sampler.
         """
         threads = [
             threading.Thread(target=self._guarded, args=(work,), daemon=True, name=name)
@@ -171,8 +173,8 @@ class Follower:
         self._let_go()
         progress = worker.step()
         doing = "sampling" if worker.busy else "waiting for work"
-        if self._staged:
-            doing = f"{doing}; version {self._staged[0].policy.version} is staged"
+        if self._fetching:
+            doing = f"{doing}, {self._fetching}"
         self._tell(doing, progress)
 
     def _news_of_threads(self, wait_s: float) -> list[Any]:
@@ -240,7 +242,7 @@ class Follower:
 
     # The other threads.
 
-    def _guarded(self, work: Callable[[Trainer], None]) -> None:
+    def _guarded(self, work: Callable[[TrainerClient], None]) -> None:
         trainer = self.connect()
         try:
             work(trainer)
@@ -250,7 +252,7 @@ class Follower:
         finally:
             trainer.close()
 
-    def _hear_orders(self, trainer: Trainer) -> None:
+    def _hear_orders(self, trainer: TrainerClient) -> None:
         """Joins, and hands orders to the engine; joins again where it must."""
         known, waits = 0, self._waits()
         while not self._stopped:
@@ -278,12 +280,12 @@ class Follower:
                 self._inbox.put(None)
                 return
 
-    def _joined(self, trainer: Trainer) -> _Session:
+    def _joined(self, trainer: TrainerClient) -> _Session:
         session = _Session(trainer.join({**self.facts, "name": self.name}))
         self.say(f"joined {trainer.url}")
         with self._lock:
             self._session, self._changed = session, True
-            # The run may have gone back to a checkpoint: look at each version anew.
+            # The run may have gone back to a checkpoint: look at each version again.
             self._refused.clear()
             self._lock.notify_all()
         return session
@@ -310,7 +312,7 @@ class Follower:
                 self._wanted = wanted
                 self._lock.notify_all()
 
-    def _tell_news(self, trainer: Trainer) -> None:
+    def _tell_news(self, trainer: TrainerClient) -> None:
         """Tells the trainer what is new, until it has heard it."""
         waits = self._waits()
         session: _Session | None = None
@@ -340,7 +342,7 @@ class Follower:
             except AwayError:
                 time.sleep(next(waits))
 
-    def _fetch_versions(self, trainer: Trainer) -> None:
+    def _fetch_versions(self, trainer: TrainerClient) -> None:
         """Fetches the versions that are wanted and not here."""
         waits = self._waits()
         while not self._stopped:
@@ -351,12 +353,17 @@ class Follower:
                     continue
                 attempt = self._attempts.get(policy.digest, 0)
                 wanted = {each.digest for each in self._wanted}
+            self._fetching = f"fetching version {policy.version}"
             try:
                 self._fetch(trainer, policy, attempt, wanted)
+                self._fetching = ""
                 waits = self._waits()
             except (AwayError, ChunkError) as error:
-                self.say(f"version {policy.version}: {error}")
-                time.sleep(next(waits))
+                pause = next(waits)
+                # A version that is needed no more goes while it is fetched.
+                if policy in self._wanted:
+                    self.say(f"version {policy.version}: {error}")
+                    time.sleep(pause)
 
     def _missing(self) -> Policy | None:
         """The oldest version that is wanted, and not here or to be fetched again."""
@@ -368,7 +375,7 @@ class Follower:
         return None
 
     def _fetch(
-        self, trainer: Trainer, policy: Policy, attempt: int, wanted: set[str]
+        self, trainer: TrainerClient, policy: Policy, attempt: int, wanted: set[str]
     ) -> None:
         manifest = trainer.manifest(policy.digest)
         held = None
@@ -394,7 +401,7 @@ class Follower:
         finally:
             self._arriving.clear()
         sampler = self.opened(image, policy.version)
-        answers = Answers.from_json(manifest.extra)
+        answers = ProbeAnswers.from_json(manifest.extra)
         for digest in [*self.images]:
             # The last one stays: the next deltas build on it.
             if digest not in wanted and self.images[digest] is not held:

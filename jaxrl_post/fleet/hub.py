@@ -26,6 +26,8 @@ __all__ = ["FleetError", "Hub"]
 
 # Most seconds for which a request for orders is held.
 HOLD_S = 1.0
+# Seconds for which too few samplers are ready before the user is told.
+SHORT_S = 10.0
 # Seconds for the samplers to hear that a run is over.
 FAREWELL_S = 2.0
 
@@ -46,6 +48,7 @@ class Hub:
             waits.
         wait_s: seconds for which it waits.
         silence_s: seconds without a word after which a sampler is given up.
+        should_stop: whether the run is to end; it then waits for no samplers.
         tell: gets (event, sampler, detail) as it happens, such as a sampler's joining.
     """
 
@@ -55,10 +58,15 @@ class Hub:
     least: int = 1
     wait_s: float = 3600.0
     silence_s: float = 5.0
+    should_stop: Callable[[], bool] = lambda: False
     tell: Callable[[str, str, str], None] = lambda event, sampler, detail: None
     catalogue: Catalogue = field(default_factory=Catalogue)
     holders: Holders = field(default_factory=Holders)
-    # Why the run has ended; "" while it goes on.
+    # The samplers that have samples.
+    _working: set[str] = field(default_factory=set, init=False)
+    # URLs of processes of the trainer, by the payloads that they alone have.
+    _owners: dict[str, str] = field(default_factory=dict, init=False)
+    # Why the run has ended; "" before.
     ended: str = field(default="", init=False)
     # Bytes of parameters that were sent to samplers.
     sent_bytes: int = field(default=0, init=False)
@@ -70,8 +78,9 @@ class Hub:
     # Number of changes of the list of policies.
     _published: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
-    # Since when too few samplers are ready.
+    # Since when too few samplers are ready, and whether the user knows.
     _short_since: float | None = field(default=None, init=False)
+    _short_told: bool = field(default=False, init=False)
     # The event loop of the handlers, and what wakes requests that are held.
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -82,36 +91,48 @@ class Hub:
 
     # The trainer's threads.
 
-    def publish(
-        self, version: int, arrays: Any, unchanged: Sequence[str], extra: Any
-    ) -> Policy:
-        """Adds a version of the parameters, and tells the samplers of it.
+    def published(self, owners: Mapping[str, str] = {}) -> None:
+        """Tells the samplers that the catalogue has one more version.
 
         Args:
-            version: its number.
-            arrays: as `Catalogue.add` takes them.
-            unchanged: paths of arrays that are those of the version before.
-            extra: what the manifest says besides.
+            owners: where other processes of the trainer serve payloads that are not in
+                this one's catalogue, by key.
         """
-        made = self.catalogue.add(version, arrays, extra=extra, unchanged=unchanged)
         with self._lock:
             self._published += 1
+            known = {key for key in self._owners if self.catalogue.names(key)}
+            self._owners = {key: self._owners[key] for key in known} | dict(owners)
         self._wake()
-        return Policy(version, made.digest)
 
     def begin(self, policy: Policy) -> int:
-        """Begins a job, wholly sampled by a policy; earlier versions are let go.
+        """Begins a job, wholly sampled by a policy.
+
+        Earlier versions are let go, but for those by which samples are still drawn.
 
         Returns:
             The job's number.
         """
-        self.catalogue.retire(policy.version)
         with self._lock:
+            self.catalogue.retire(int(min(policy.version, self.leases.oldest)))
             self._published += 1
             self.leases.forget_homes()
             job = next(self._jobs)
         self._wake()
         return job
+
+    def ready(self, policy: Policy, wait_s: float) -> bool:
+        """Whether enough samplers are ready; waits a little if they are not.
+
+        Raises:
+            FleetError: too few samplers were ready for too long.
+        """
+        if self._require(policy):
+            return True
+        with self._lock:
+            self._lock.wait(wait_s)
+            self.leases.expire(time.monotonic())
+        self._report()
+        return False
 
     def submit(self, request: Request, policy: Policy, job: int) -> None:
         """Queues a request."""
@@ -172,8 +193,8 @@ class Hub:
             while self.leases.members and time.monotonic() < end:
                 self._lock.wait(0.05)
 
-    def _require(self, policy: Policy) -> None:
-        """Waits no longer than allowed while too few samplers are ready."""
+    def _require(self, policy: Policy) -> bool:
+        """Whether enough samplers are ready; too few are not waited for too long."""
         with self._lock:
             members = list(self.leases.members.values())
             ready = [each for each in members if policy.digest in each.ready]
@@ -184,24 +205,34 @@ class Hub:
         now = time.monotonic()
         if enough:
             if self._short_since is not None:
-                self.tell("enough", "", f"{len(ready)} samplers are ready")
                 self._wake()
-            self._short_since = None
-            return
+            if self._short_told:
+                self.tell("enough", "", f"{len(ready)} are ready")
+            self._short_since, self._short_told = None, False
+            return True
         states = ", ".join(f"{each.name}: {_state(each, policy)}" for each in members)
         said = (
-            f"{len(ready)} of {needed} samplers are ready for version {policy.version}"
-            f" ({states or 'none has joined'})"
+            f"{len(ready)} of {needed} were ready for version {policy.version} "
+            f"({states or 'none has joined'})"
         )
         if self._short_since is None:
             self._short_since = now
+        waited = now - self._short_since
+        if waited > SHORT_S and not self._short_told:
+            self._short_told = True
             self.tell("short", "", f"{said}; waiting up to {self.wait_s:g} s")
-        if now - self._short_since > self.wait_s:
+        if self.should_stop():
+            raise FleetError(
+                f"samplers: the run was told to end while {said}. Its last checkpoint "
+                "is whole; the same command resumes it"
+            )
+        if waited > self.wait_s:
             raise FleetError(
                 f"samplers: {said}, for {self.wait_s:g} s (--fleet.wait-s). Start some "
-                "with: python -m launch.serve --follow with this trainer's address. "
-                "The last checkpoint is whole"
+                "with python -m launch.serve --follow and this trainer's address. The "
+                "last checkpoint is whole; the same command resumes the run"
             )
+        return False
 
     def _report(self) -> None:
         with self._lock:
@@ -235,6 +266,7 @@ class Hub:
         with self._lock:
             self.leases.member(name, epoch)
             self.leases.leave(name, why)
+            self._notice(name)
             self.holders.leave(member_of(name, epoch))
             self._lock.notify_all()
         self._wake()
@@ -243,6 +275,7 @@ class Hub:
         """Takes the news of a sampler, as `Leases.hear`."""
         with self._lock:
             self.leases.hear(name, epoch, news, time.monotonic())
+            self._notice(name)
             self._lock.notify_all()
         if any(each.finish_reason for each in news.progress):
             self._wake()
@@ -299,7 +332,16 @@ class Hub:
             self.leases.expire(now)
             orders = self.leases.orders(name, epoch, acknowledged, now)
             self.leases.member(name, epoch).present = True
+            self._notice(name)
         return orders
+
+    def _notice(self, name: str) -> None:
+        """Tells when a sampler begins to work, and when it has nothing more to do."""
+        member = self.leases.members.get(name)
+        works = member is not None and member.running > 0
+        if works != (name in self._working):
+            (self._working.add if works else self._working.discard)(name)
+            self.tell("begin" if works else "end", name, "")
 
     def _reply(self, orders: list[tuple[int, Order]]) -> dict[str, Any]:
         return {
@@ -312,9 +354,14 @@ class Hub:
     def _lost(self, name: str, epoch: int) -> None:
         with self._lock:
             self.leases.lost(name, epoch, "its connection broke")
+            self._notice(name)
             self.holders.leave(member_of(name, epoch))
             self._lock.notify_all()
         self._wake()
+
+    def owner(self, key: str) -> str | None:
+        """Returns the URL of the trainer's process that has a payload, if not this."""
+        return self._owners.get(key)
 
     def manifest(self, digest: str) -> Manifest | None:
         """Returns the manifest of a policy; None if it is gone."""

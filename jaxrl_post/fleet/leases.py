@@ -12,6 +12,7 @@ clock.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +78,12 @@ class Leases:
     def busy(self) -> bool:
         """Whether samples have not ended, or their completions were not taken."""
         return bool(self._samples or self._finished)
+
+    @property
+    def oldest(self) -> float:
+        """Smallest version by which a sample is drawn; infinity without samples."""
+        versions = (each.work.policy.version for each in self._samples.values())
+        return min(versions, default=math.inf)
 
     @property
     def has_finished(self) -> bool:

@@ -16,9 +16,9 @@ import numpy as np
 from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import Request, SamplingParams
 
-__all__ = ["Answers", "Examiner", "ProbeError", "Rows", "ask"]
+__all__ = ["Examiner", "ProbeAnswers", "ProbeError", "ProbeRows", "ask"]
 
-# Rows, and most tokens of a row's prompt and of what follows.
+# ProbeRows, and most tokens of a row's prompt and of what follows.
 ROWS, MOST_PROMPT, MOST_DECODED = 4, 48, 16
 # The prompt ids of the rows; training and evaluation never reach them.
 IDS = 2**32 - ROWS
@@ -33,7 +33,7 @@ class ProbeError(RuntimeError):
     """The sampler does not compute the policy that it was given."""
 
 
-class Rows(NamedTuple):
+class ProbeRows(NamedTuple):
     """Fixed rows of token ids.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     @staticmethod
     def make(
         vocab: int, most_prompt: int, most_tokens: int, temperature: float
-    ) -> "Rows":
+    ) -> "ProbeRows":
         """Draws rows that fit a sampler; always the same ones.
 
         Args:
@@ -58,13 +58,13 @@ class Rows(NamedTuple):
             most_tokens: most tokens of a completion.
             temperature: of the log-probs.
 
-        >>> Rows.make(100, 8, 4, 1.0).ids.shape
+        >>> ProbeRows.make(100, 8, 4, 1.0).ids.shape
         (4, 12)
         """
         prompt = min(most_prompt, MOST_PROMPT)
         shape = ROWS, prompt + min(most_tokens, MOST_DECODED)
         ids = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
-        return Rows(ids, prompt, temperature)
+        return ProbeRows(ids, prompt, temperature)
 
     @property
     def decoded(self) -> np.ndarray:
@@ -80,13 +80,13 @@ class Rows(NamedTuple):
         }
 
     @staticmethod
-    def from_json(value: Any) -> "Rows":
+    def from_json(value: Any) -> "ProbeRows":
         """Restores what `to_json` made."""
         ids = np.array(value["ids"], np.int32)
-        return Rows(ids, int(value["prompt"]), float(value["temperature"]))
+        return ProbeRows(ids, int(value["prompt"]), float(value["temperature"]))
 
 
-class Answers(NamedTuple):
+class ProbeAnswers(NamedTuple):
     """The trainer's log-probs of the decoded tokens, float32 [rows, decoded].
 
     Attributes:
@@ -108,14 +108,14 @@ class Answers(NamedTuple):
         }
 
     @staticmethod
-    def from_json(value: Any) -> "Answers":
+    def from_json(value: Any) -> "ProbeAnswers":
         """Restores what `to_json` made."""
 
         def read(part: Any) -> np.ndarray:
             return np.array(part, np.float32)
 
         others = tuple(map(read, value["others"]))
-        return Answers(read(value["own"]), others, bool(value["exact"]))
+        return ProbeAnswers(read(value["own"]), others, bool(value["exact"]))
 
 
 class _Forced:
@@ -135,7 +135,7 @@ class _Forced:
         assert token == self._left.pop(0), "it was the only one allowed"
 
 
-def ask(sampler: Sampler, rows: Rows, vocab: int) -> np.ndarray:
+def ask(sampler: Sampler, rows: ProbeRows, vocab: int) -> np.ndarray:
     """Returns the sampler's log-probs of the decoded tokens, float32 [rows, decoded].
 
     Args:
@@ -180,7 +180,7 @@ class Examiner:
 
     usual: float | None = field(default=None, init=False)
 
-    def examine(self, found: np.ndarray, answers: Answers) -> float:
+    def examine(self, found: np.ndarray, answers: ProbeAnswers) -> float:
         """Returns the mean absolute difference in nats, if it is none of concern.
 
         Args:

@@ -16,6 +16,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Environment, Task, WorkerStartError
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.tasks import TaskSets
+from jaxrl_post.fleet.probe import ProbeError
 from jaxrl_post.programs.build.judge import RewardJudge
 from jaxrl_post.programs.scores import Scores, check_failed, score
 from jaxrl_post.rollout import batch as batching
@@ -26,6 +27,7 @@ from jaxrl_post.rollout.collector import (
     RolloutTimeoutError,
 )
 from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.events import Tell, silent
 from jaxrl_post.rollout.flight import ChangedTaskError
 from jaxrl_post.rollout.metrics import sampling_metrics
 from jaxrl_post.sampler import SamplingParams
@@ -34,7 +36,12 @@ from jaxrl_post.sampler.port import Sampler
 __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "has_spread", "make_buffer"]
 
 # Errors of sampling that a program prints without a traceback; see `run.RUN_ERRORS`.
-SAMPLING_ERRORS = (FailedRolloutsError, RolloutTimeoutError, WorkerStartError)
+SAMPLING_ERRORS = (
+    FailedRolloutsError,
+    RolloutTimeoutError,
+    WorkerStartError,
+    ProbeError,
+)
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
@@ -103,6 +110,7 @@ class Experience:
         by_part: as for `has_spread`.
         judge: reward model that judges after the environment; None for none.
         drawn: prompts drawn so far, which is the id of the next prompt.
+        tell: told of training's prompts: which are drawn, and whose group has ended.
     """
 
     config: RLConfig
@@ -114,6 +122,7 @@ class Experience:
     by_part: bool = False
     judge: RewardJudge | None = None
     drawn: int = 0
+    tell: Tell = silent
     # The sampler that has unfinished samples; None if they are suspended.
     _paused: Sampler | None = field(default=None, init=False)
     # Prompt id to the index of its task, for unfinished groups.
@@ -131,7 +140,7 @@ class Experience:
         Args:
             buffer: gets the groups.
             sampler: with the current parameters bound.
-            number: of the step, for messages.
+            number: of the step, for messages and events.
 
         Returns:
             Scalar metrics of all groups that were sampled.
@@ -146,16 +155,17 @@ class Experience:
         buffer.open()
         while True:
             if count := buffer.admits(self.collector.in_flight):
+                drawn = self._draw(count)
+                self.tell("draw", {"step": number, "prompts": [i for i, _ in drawn]})
                 self.collector.start(
-                    self._draw(count),
-                    self.config.rollout.samples_per_prompt,
-                    self.sampling(),
+                    drawn, self.config.rollout.samples_per_prompt, self.sampling()
                 )
                 if not buffer.admission.spare:
                     deadline = self._deadline()
             if buffer.full or not self.collector.in_flight:
                 break
-            groups = self._ended(sampler, deadline, wave=not buffer.admission.spare)
+            wave = not buffer.admission.spare
+            groups = self._ended(sampler, deadline, number, wave=wave)
             groups = self._judged(groups, sampler)
             buffer.put(groups)
             sampled += groups
@@ -295,12 +305,29 @@ class Experience:
     def _deadline(self) -> float:
         return time.monotonic() + self.config.rollout.deadline_s
 
-    def _ended(self, sampler: Sampler, deadline: float, *, wave: bool) -> list[Group]:
+    def _ended(
+        self, sampler: Sampler, deadline: float, number: int, *, wave: bool
+    ) -> list[Group]:
         """Returns the first groups that end, or all groups of a wave as drawn."""
-        groups = self.collector.poll(sampler, deadline)
+        groups = self._polled(sampler, deadline, number)
         while wave and self.collector.in_flight:
-            groups += self.collector.poll(sampler, deadline)
+            groups += self._polled(sampler, deadline, number)
         return sorted(groups, key=lambda group: group.prompt_id) if wave else groups
+
+    def _polled(self, sampler: Sampler, deadline: float, number: int) -> list[Group]:
+        groups = self.collector.poll(sampler, deadline)
+        for group in groups:
+            self.tell(
+                "finish",
+                {
+                    "step": number,
+                    "prompt": group.prompt_id,
+                    "samples": len(group.episodes),
+                    "tokens": int(group.lengths.sum()),
+                    "versions": group.versions,
+                },
+            )
+        return groups
 
     def _judged(self, groups: list[Group], sampler: Sampler) -> list[Group]:
         """Adds model values and greedy episodes; bounds rewards of truncated turns."""

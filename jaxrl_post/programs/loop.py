@@ -49,6 +49,10 @@ class Weights[Sampler](Protocol):
         """Returns what publishing and sampling took since the last call."""
         ...
 
+    def close(self, *, completed: bool) -> None:
+        """Ends the samplers; says whether the run is complete."""
+        ...
+
 
 @runtime_checkable
 class Producer[Buffer, Sampler](Protocol):
@@ -116,13 +120,17 @@ class Trainer[Batch](Training):
                 sampler = self.weights.publish()
                 metrics |= self.producer.feed(self.buffer, sampler, number)
         batch = self.buffer.take()
-        update = self.updater.update(batch, number)
+        update = self.update(batch, number)
         seconds = time.perf_counter() - begin
         metrics |= update.metrics | (self.weights.metrics() if self.weights else {})
         metrics["time/step"] = seconds
         metrics["throughput/tokens_per_second"] = update.tokens / seconds
         self.watch(number, metrics)
         return metrics, batch
+
+    def update(self, batch: Batch, number: int) -> Update:
+        """Trains on the batch of a step."""
+        return self.updater.update(batch, number)
 
 
 def train(

@@ -37,6 +37,7 @@ from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import Updater, longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
 from jaxrl_post.programs.build.engine import engine_sizes, make_engine, sampler_memory
@@ -97,11 +98,15 @@ def run_rl(
     )
     check_run(config, algorithm)
     check_metric(config, MEASURED, own=True)
-    if config.samplers and processes.count() > 1:
+    if config.own_samplers and processes.count() > 1:
         raise ConfigError(
-            f"--samplers: is for a trainer of one process; this run has "
-            f"{processes.count()}. Drop the option"
+            f"--samplers {config.samplers}: splits the devices of one process, and "
+            f"this run has {processes.count()}; take any:N, samplers in other processes"
         )
+    if config.remote_samplers and not processes.index():
+        from jaxrl_post.programs.apart.remote import check_free
+
+        check_free(config.fleet)
     fetched = fetch_run(config, console=console)
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")
@@ -139,7 +144,8 @@ def run_rl(
                 open_judges(run.config.rollout, environment) as judges,
                 contextlib.ExitStack() as stack,
             ):
-                trainer = _trainer(run, kept, judges, algorithm, stack)
+                opened = functools.partial(_weights, run, should_stop, stack)
+                trainer = _trainer(run, kept, judges, algorithm, opened, stack)
                 return _loop(run, trainer, should_stop)
     except WarmStartStoppedError:
         return RunResult(step=0, completed=False, model=None, report=None)
@@ -263,6 +269,7 @@ def _trainer(
     tasks: TaskSets,
     judges: WorkerPool,
     algorithm: Algorithm,
+    opened: Callable[[Updater], "Colocated | Apart | Remote"],
     stack: contextlib.ExitStack,
 ) -> OnlineTrainer:
     config, model = run.config, run.model
@@ -271,7 +278,7 @@ def _trainer(
     if config.distill.data == "demonstrations":
         demonstrations = _demonstrations(tasks, config, model)
     updater = make_updater(config, model, algorithm, tasks)
-    weights = _weights(run, updater, stack)
+    weights = opened(updater)
     collector = open_collector(config, model, environment, judges, weights.unbound)
     trainer = make_trainer(
         updater,
@@ -281,22 +288,27 @@ def _trainer(
         demonstrations=demonstrations,
         directory=run.directory,
     )
+    if trainer.timeline is not None:
+        stack.callback(trainer.timeline.close)
     if trainer.ahead is not None:
         stack.callback(trainer.ahead.close)
-    if isinstance(trainer.weights, Apart):
-        stack.callback(trainer.weights.stop)
     return trainer
 
 
 def _weights(
-    run: Run[RLConfig], updater: Updater, stack: contextlib.ExitStack
+    run: Run[RLConfig],
+    should_stop: Callable[[], bool],
+    stack: contextlib.ExitStack,
+    updater: Updater,
 ) -> "Colocated | Apart | Remote":
     """Opens the samplers, and what hands them the parameters."""
     config, model = run.config, run.model
     if config.remote_samplers:
         from jaxrl_post.programs.apart.remote import open_remote
 
-        return stack.enter_context(open_remote(updater, console=run.console))
+        return stack.enter_context(
+            open_remote(updater, console=run.console, should_stop=should_stop)
+        )
     layouts = sampler_layouts(config, model)
     _tell_gathers(run, layouts[0])
     samplers = [
@@ -315,14 +327,25 @@ def _weights(
         for layout in layouts
     ]
     if config.own_samplers:
-        return Apart(samplers, updater)
+        rows = probe_rows(config, model.config.vocab_size)
+        return Apart(samplers, updater, Answering(updater, rows))
     return Colocated(*samplers[0], updater)
 
 
 def _loop(
     run: Run[RLConfig], trainer: OnlineTrainer, should_stop: Callable[[], bool]
 ) -> RunResult:
-    step, _ = train(run, trainer, should_stop=should_stop)
+    completed = False
+    try:
+        step, _ = train(run, trainer, should_stop=should_stop)
+        result = _finished(run, trainer, step)
+        completed = result.completed
+    finally:
+        trainer.weights.close(completed=completed)
+    return result
+
+
+def _finished(run: Run[RLConfig], trainer: OnlineTrainer, step: int) -> RunResult:
     critic = None
     if trainer.updater.critic is not None:
         found = trainer.updater.critic

@@ -13,9 +13,12 @@ import grain
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.examples.demonstrations import Demonstrations
+from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ask
+from jaxrl_post.learner.learner import Update
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater
+from jaxrl_post.programs.apart.answers import Answering
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Evaluation, Experience
 from jaxrl_post.programs.loop import Trainer
@@ -24,10 +27,12 @@ from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.rollouts import RolloutLog
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
+from jaxrl_post.records.timeline import Timeline
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.ahead import Ahead
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.episode import Episode, Group
+from jaxrl_post.rollout.events import Tell, silent, told
 from jaxrl_post.rollout.fleet import Fleet
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine
@@ -49,6 +54,8 @@ MEASURED = (
 SHOWN = "samples_due"
 # Key of a checkpoint's meta: the batches that were sampled ahead of their steps.
 AHEAD = "ahead"
+# Key of a checkpoint's meta: the number of rows of the timeline before it.
+TIMELINE = "timeline"
 
 
 @dataclass
@@ -59,11 +66,13 @@ class Colocated:
         engine: the sampler.
         layout: where the sampler has the parameters.
         updater: has the parameters.
+        tell: told of each version that is published.
     """
 
     engine: Engine
     layout: SamplerLayout
     updater: Updater
+    tell: Tell = silent
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # Passes of the model and tokens that they sampled, at the last `publish`.
     _passes: tuple[int, int] = field(default=(0, 0), init=False)
@@ -83,7 +92,8 @@ class Colocated:
         # An evaluation may move a version before the step that samples by it.
         moved = self._spent.get("publish/bytes_moved", 0.0) + published.bytes_moved
         self._spent["publish/bytes_moved"] = float(moved)
-        self._spent["time/publish"] = time.perf_counter() - begin
+        self._spent["time/publish"] = seconds = time.perf_counter() - begin
+        _tell_published(self.tell, published.version, published.bytes_moved, seconds)
         self._passes = self.engine.guessing.passes, self.engine.guessing.tokens
         return published
 
@@ -99,22 +109,40 @@ class Colocated:
         found["time/compilations"] = float(self.engine.compilations.total())
         return found
 
+    def close(self, *, completed: bool) -> None:
+        """Does nothing: the sampler runs in the trainer's thread."""
+
 
 @dataclass
 class Apart:
     """Weights of samplers that have devices of their own.
 
+    Each version is compared with the trainer's own log-probs before it samples.
+
     Attributes:
         samplers: each with where it has the parameters.
         updater: has the parameters.
+        answering: answers the probe.
+        tell: told of each version that is published.
     """
 
     samplers: Sequence[tuple[Engine, SamplerLayout]]
     updater: Updater
+    answering: Answering
+    tell: Tell = silent
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # The last trained parameters that were published, and their copies.
     _last: tuple[Any, Sequence[Published]] = field(default=(None, ()), init=False)
+    # The trainer's answers, by version, of those that no sampler has served.
+    _answers: dict[int, ProbeAnswers] = field(default_factory=dict, init=False)
+    # The examiner of each sampler, and the last version that it accepted.
+    _examiners: list[Examiner] = field(init=False)
+    _accepted: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._examiners = [Examiner() for _ in self.samplers]
+        self._accepted = [-1 for _ in self.samplers]
 
     @property
     def unbound(self) -> Fleet:
@@ -138,11 +166,30 @@ class Apart:
                 for engine, layout in self.samplers
             ]
             self._last = state.params, published
+            self._answers[int(state.step)] = self.answering.answers(state.params)
             moved = sum(each.bytes_moved for each in published)
             self._spent["publish/bytes_moved"] = float(moved)
+            seconds = time.perf_counter() - begin
+            _tell_published(self.tell, published[0].version, moved, seconds)
         self._spent.setdefault("publish/bytes_moved", 0.0)
         self._spent["time/publish"] = time.perf_counter() - begin
-        return Fleet(published, self._stop)
+        return Fleet(published, self._stop, self._examine)
+
+    def _examine(self, sampler: Published) -> None:
+        """Compares a sampler with the trainer, once for each version.
+
+        Raises:
+            ProbeError: it computes something else.
+        """
+        place = [engine for engine, _ in self.samplers].index(sampler.engine)
+        if self._accepted[place] == sampler.version:
+            return
+        vocab = self.updater.model.config.vocab_size
+        found = ask(sampler, self.answering.rows, vocab)
+        self._examiners[place].examine(found, self._answers[sampler.version])
+        self._accepted[place] = sampler.version
+        for version in [each for each in self._answers if each < min(self._accepted)]:
+            del self._answers[version]
 
     def metrics(self) -> dict[str, float]:
         """Returns what publishing took since the last call."""
@@ -150,8 +197,9 @@ class Apart:
         compiled = sum(engine.compilations.total() for engine, _ in self.samplers)
         return found | {"time/compilations": float(compiled)}
 
-    def stop(self) -> None:
+    def close(self, *, completed: bool) -> None:
         """Makes samplers that run in a thread end soon, with an error."""
+        del completed
         self._stop.set()
 
 
@@ -191,6 +239,7 @@ class OnlineTrainer(Trainer):
         queue: the groups that wait for later steps; None if nothing is sampled.
         ahead: samples batches before their steps; None to sample each in its step.
         directory: of the run; None to log no samples.
+        timeline: of the run; None to write none.
     """
 
     updater: Updater
@@ -199,6 +248,9 @@ class OnlineTrainer(Trainer):
     queue: Buffer | None = field(default=None, kw_only=True)
     ahead: Ahead | None = field(default=None, kw_only=True)
     directory: RunDirectory | None = field(default=None, kw_only=True)
+    timeline: Timeline | None = field(default=None, kw_only=True)
+    # The last step that was begun.
+    _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)
@@ -208,8 +260,14 @@ class OnlineTrainer(Trainer):
         """The configuration of the run."""
         return self.updater.config
 
+    @property
+    def tell(self) -> Tell:
+        """Writes an event to the timeline, if there is one."""
+        return silent if self.timeline is None else self.timeline.tell
+
     def step(self, number: int) -> tuple[dict[str, float], list[Group]]:
         """Takes a step, as `Trainer.step`; the groups are none of demonstrations."""
+        self._step = number
         metrics, batch = super().step(number)
         groups = [each for each in batch if isinstance(each, Group)]
         is_trained = functools.partial(
@@ -222,6 +280,11 @@ class OnlineTrainer(Trainer):
             "train", groups, self.config.log_samples, is_trained
         )
         return metrics, groups
+
+    def update(self, batch: Any, number: int) -> Update:
+        """Trains on the batch of a step."""
+        with told(self.tell, "update", {"step": number}):
+            return super().update(batch, number)
 
     def evaluate(self) -> Evaluation:
         """Answers the held-out tasks greedily; training continues as if resumed here.
@@ -249,16 +312,20 @@ class OnlineTrainer(Trainer):
         return self.updater.layout
 
     def logs(self, resume_step: int, step: int) -> SampleLog | NoLog:
-        """Opens the logs of samples and of rollouts, in process 0."""
+        """Opens the logs of samples, of rollouts and of events, in process 0."""
         if self.directory is not None and not processes.index():
             self._samples = SampleLog(self.directory, resume_step=resume_step)
             self._rollouts = RolloutLog(self.directory, resume_step=step)
+            if self.timeline is not None and self.ahead is not None:
+                self.timeline.open()
         return self._samples
 
     def counts(self) -> dict[str, int]:
-        """The number of logged samples, and of files of rollouts."""
-        rollouts = {} if self._rollouts is None else self._rollouts.counts()
-        return self._samples.counts() | rollouts
+        """The number of logged samples and events, and of files of rollouts."""
+        counts = self._samples.counts()
+        for log in (self._rollouts, self.timeline):
+            counts |= {} if log is None else log.counts()
+        return counts
 
     def snapshot(self) -> TrainState:
         """Returns all arrays that a checkpoint holds."""
@@ -268,12 +335,14 @@ class OnlineTrainer(Trainer):
         """Returns everything in a checkpoint but arrays and the iterator, as JSON."""
         # The batches that wait are of earlier parameters, which no checkpoint holds.
         self.settle()
+        self.tell("save", {"step": self._step})
         shown = map(dataclasses.asdict, self._trained_on if due else ())
         return {
             "seed": self.config.seed,
             **self.experience.state(),
             "queue": [] if self.queue is None else self.queue.to_json(),
             **({} if self.ahead is None else {AHEAD: self.ahead.state()}),
+            **({} if self.timeline is None else {TIMELINE: self.timeline.settle()}),
             SHOWN: list(shown),
         }
 
@@ -285,6 +354,8 @@ class OnlineTrainer(Trainer):
             self.queue.load(meta["queue"])
         if self.ahead is not None:
             self.ahead.restore(meta.get(AHEAD, ()))
+        if self.timeline is not None:
+            self.timeline.count = meta.get(TIMELINE, 0)
         self._trained_on = [Sample(**each) for each in meta.get(SHOWN, ())]
 
     @property
@@ -294,10 +365,17 @@ class OnlineTrainer(Trainer):
 
     def measure(self, number: int) -> dict[str, float]:
         """Evaluates on the held-out tasks, and logs samples of them and of the step."""
-        evaluation = self.evaluate()
+        self.settle()
+        with told(self.tell, "evaluate", {"step": number}):
+            evaluation = self.evaluate()
         shown = _samples("eval", evaluation.groups, self.config.log_eval_samples)
         self._samples.write(number, [*shown, *self._trained_on])
         return _evaluated(evaluation)
+
+
+def _tell_published(tell: Tell, version: int, size: int, seconds: float) -> None:
+    fields = {"version": version, "bytes": int(size), "seconds": round(seconds, 6)}
+    tell("publish", fields)
 
 
 def _evaluated(evaluation: Evaluation) -> dict[str, float]:

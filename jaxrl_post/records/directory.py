@@ -17,9 +17,11 @@ from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.fingerprints import Fingerprint
 
 __all__ = [
+    "AppendedFile",
     "JsonLines",
     "RunDescription",
     "RunDirectory",
+    "json_rows",
     "read_rows",
 ]
 
@@ -83,6 +85,11 @@ class RunDirectory:
     def rollouts(self) -> Path:
         """Folder of one file per step, see `rollouts.RolloutLog`."""
         return self.path / "rollouts"
+
+    @property
+    def timeline(self) -> Path:
+        """One row per event, see `timeline.Timeline`."""
+        return self.path / "timeline.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -177,37 +184,124 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields each row and the offset at which its text ends, newline included."""
-    end, last = 0, None
+    last = None
+    for number, (row, end) in enumerate(json_rows(path, "step", int), start=1):
+        if last is not None and row["step"] < last:
+            raise ValueError(
+                f"{path}:{number}: steps must not go backwards, got "
+                f"{row['step']} after {last}; is this the log of one run?"
+            )
+        last = row["step"]
+        yield row, end
+
+
+def json_rows(path: Path, key: str, kind: type) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields the objects of a file of JSON lines, without a torn last line.
+
+    Args:
+        path: of the file.
+        key: that every object has.
+        kind: type of this key's value.
+
+    Yields:
+        Each object, and the offset at which its line ends, newline included.
+
+    Raises:
+        ValueError: a line before the last is no such object.
+    """
+    end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             end += len(line)
-            row = _row(line)
-            if row is None:
+            row = _object(line)
+            if row is None or type(row.get(key)) is not kind:
                 if not line.endswith(b"\n"):
                     return  # Torn: a proper prefix of a JSON object is never valid.
                 raise ValueError(
-                    f"{path}:{number}: must be a JSON object with an integer step, "
+                    f"{path}:{number}: must be a JSON object with {NAMES[kind]} {key}, "
                     f"got {line[:80]!r}; the file was damaged after it was written: "
                     "remove this line or restore the file"
                 )
-            if last is not None and row["step"] < last:
-                raise ValueError(
-                    f"{path}:{number}: steps must not go backwards, got "
-                    f"{row['step']} after {last}; is this the log of one run?"
-                )
-            last = row["step"]
             yield row, end
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+# Types of the keys of rows, for messages.
+NAMES = {int: "an integer", str: "a text as"}
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    return row if isinstance(row, dict) else None
 
 
-class JsonLines:
+class AppendedFile:
+    """A file of lines that grows by pieces which are whole or absent.
+
+    Args:
+        path: of the file, which is made if it is not there.
+
+    Raises:
+        WriteError: the disk is full, or fails.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        with writing(path, "what was there before is unchanged"):
+            make_folder(path.parent)
+            self._file = os.open(path, flags, 0o644)
+            sync(path.parent)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return os.fstat(self._file).st_size
+
+    def keep(self, size: int) -> None:
+        """Cuts the file off after its first `size` bytes, and ends their last line.
+
+        Cutting is atomic and works on a full disk, which a copy would not.
+        """
+        os.ftruncate(self._file, size)
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self.put(b"\n")
+
+    def put(self, data: bytes, *, durable: bool = True) -> None:
+        """Appends bytes, all of them or none.
+
+        Args:
+            data: whole lines.
+            durable: whether to wait until they are on the disk itself; otherwise they
+                outlive this process, and not the machine.
+
+        Raises:
+            WriteError: the disk is full, or fails. What was there before is whole.
+        """
+        start = self.size
+        remaining = memoryview(data)
+        try:
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
+            if durable:
+                os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, start)
+            raise named(error, self._path, "the rows before are whole") from error
+        except BaseException:  # Ctrl-C between two writes must leave no half row.
+            os.ftruncate(self._file, start)
+            raise
+
+    def close(self) -> None:
+        """Closes the file; closing twice is fine."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class JsonLines(AppendedFile):
     """A file of JSON rows that holds only whole rows after every call.
 
     A killed process leaves at most one torn last line. Rows go to the disk itself
@@ -219,12 +313,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, resume_step: int | None):
-        self._path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        with writing(path, "what was there before is unchanged"):
-            make_folder(path.parent)
-            self._file = os.open(path, flags, 0o644)
-            sync(path.parent)
+        super().__init__(path)
         try:
             self.last_step, self.count = self._rewind(resume_step)
         except BaseException:
@@ -236,12 +325,10 @@ class JsonLines:
 
         Returns the last step kept, and the number of rows kept.
 
-        Steps are in order, so what stays is the beginning of the file: cutting the
-        end off is atomic and works on a full disk, which a copy would not.
+        Steps are in order, so what stays is the beginning of the file.
         """
-        size = os.fstat(self._file).st_size
         if resume_step is None:
-            if size:
+            if self.size:
                 raise FileExistsError(
                     f"{self._path} already holds a run, and resume_step is None; give "
                     "the step of its checkpoint to continue it, -1 to start it over, "
@@ -253,35 +340,14 @@ class JsonLines:
             if row["step"] > resume_step:
                 break
             kept, last, count = end, row["step"], count + 1
-        os.ftruncate(self._file, kept)
-        if kept and os.pread(self._file, 1, kept - 1) != b"\n":
-            self._put(b"\n")
+        self.keep(kept)
         return last, count
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes rows, all of them or none."""
         # ASCII escapes keep a lone surrogate, which model output can hold, writable.
         lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        self._put("".join(lines).encode("ascii"))
+        self.put("".join(lines).encode("ascii"))
         if rows:
             self.last_step = rows[-1]["step"]
             self.count += len(rows)
-
-    def _put(self, data: bytes) -> None:
-        start = os.fstat(self._file).st_size
-        remaining = memoryview(data)
-        try:
-            while remaining:
-                remaining = remaining[os.write(self._file, remaining) :]
-            os.fsync(self._file)
-        except OSError as error:
-            os.ftruncate(self._file, start)
-            raise named(error, self._path, "the rows before are whole") from error
-        except BaseException:  # Ctrl-C between two writes must leave no half row.
-            os.ftruncate(self._file, start)
-            raise
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1

@@ -11,12 +11,23 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.events import Tell, silent, told
 from jaxrl_post.sampler.port import Sampler
+from jaxrl_post.sharding import processes
 
-__all__ = ["Ahead", "SampledBatch"]
+__all__ = ["Ahead", "SampledBatch", "Versioned"]
+
+
+class Versioned(Sampler, Protocol):
+    """A sampler that says which version of the parameters it has."""
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps that made the parameters."""
+        ...
 
 
 class SampledBatch(NamedTuple):
@@ -38,12 +49,14 @@ class Ahead:
         ahead: steps by which sampling is ahead of training; 0 for none.
         steps: of the run; no batch is sampled for a later one.
         beside: whether sampling runs in a thread while steps train, on other devices.
+        tell: told when a batch is sampled, and when it is taken.
     """
 
-    sample: Callable[[Sampler, int], SampledBatch]
+    sample: Callable[[Versioned, int], SampledBatch]
     ahead: int
     steps: int
     beside: bool = False
+    tell: Tell = silent
     # The batches that were begun and not taken, by the step's number, in order.
     _begun: dict[int, "Future[SampledBatch]"] = field(default_factory=dict, init=False)
     _taken: deque[list[Group]] = field(default_factory=deque, init=False)
@@ -53,7 +66,7 @@ class Ahead:
     # The time of the last `feed`.
     _fed: float | None = field(default=None, init=False)
 
-    def feed(self, buffer: object, sampler: Sampler, number: int) -> dict[str, float]:
+    def feed(self, buffer: object, sampler: Versioned, number: int) -> dict[str, float]:
         """Begins the batches that a new version samples; waits for one of them.
 
         Args:
@@ -74,6 +87,7 @@ class Ahead:
             self._begin(sampler, step)
         groups, metrics = self._begun.pop(number).result()
         self._taken.append(groups)
+        self._tell_taken(groups, sampler.version, number)
         return metrics | self._idle(begin)
 
     def take(self) -> list[Group]:
@@ -113,22 +127,44 @@ class Ahead:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _begin(self, sampler: Sampler, number: int) -> None:
+    def _begin(self, sampler: Versioned, number: int) -> None:
         if self.beside:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="samplers")
+                self._thread = ThreadPoolExecutor(
+                    1,
+                    thread_name_prefix="samplers",
+                    # Processes of a run exchange judgements in this thread.
+                    initializer=processes.enter_lane,
+                    initargs=("samplers",),
+                )
             self._begun[number] = self._thread.submit(self._timed, sampler, number)
             return
         made = self._begun[number] = Future[SampledBatch]()
-        made.set_result(self.sample(sampler, number))
+        made.set_result(self._sampled(sampler, number))
 
-    def _timed(self, sampler: Sampler, number: int) -> SampledBatch:
+    def _timed(self, sampler: Versioned, number: int) -> SampledBatch:
         begin = time.perf_counter()
         self._spans.append((begin, math.inf))
         try:
-            return self.sample(sampler, number)
+            return self._sampled(sampler, number)
         finally:
             self._spans[-1] = begin, time.perf_counter()
+
+    def _sampled(self, sampler: Versioned, number: int) -> SampledBatch:
+        fields = {"step": number, "version": sampler.version}
+        with told(self.tell, "sample", fields):
+            return self.sample(sampler, number)
+
+    def _tell_taken(self, groups: list[Group], version: int, number: int) -> None:
+        self.tell(
+            "take",
+            {
+                "step": number,
+                "version": version,
+                "prompts": [group.prompt_id for group in groups],
+                "versions": [group.versions for group in groups],
+            },
+        )
 
     def _idle(self, begin: float) -> dict[str, float]:
         """Shares of the time since the last `feed` in which each side waited."""

@@ -306,6 +306,15 @@ class Group:
         return np.array([e.num_sampled for e in self.episodes], np.int32)
 
     @property
+    def versions(self) -> tuple[int, int] | None:
+        """The smallest and the largest version of a sampled token; None without one."""
+        turns = [turn.sampled for e in self.episodes for turn in e.turns]
+        found = [tokens.versions for tokens in turns if len(tokens)]
+        if not found:
+            return None
+        return min(int(v.min()) for v in found), max(int(v.max()) for v in found)
+
+    @property
     def players(self) -> tuple[str, ...]:
         """The names of the players, sorted; () if all turns are of one policy alone.
 

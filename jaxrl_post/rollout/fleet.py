@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
@@ -29,13 +29,25 @@ class Fleet:
     Args:
         samplers: at least one.
         stop: once it is set, `dispatch` and `collect` raise StoppedError.
+        examine: called with each sampler before it serves; raises if its parameters
+            are not the trainer's.
     """
 
-    def __init__(self, samplers: Sequence[Published], stop: threading.Event) -> None:
+    def __init__(
+        self,
+        samplers: Sequence[Published],
+        stop: threading.Event,
+        examine: Callable[[Published], None] = lambda sampler: None,
+    ) -> None:
         self.samplers = tuple(samplers)
-        self._stop = stop
+        self._stop, self._examine = stop, examine
         self._homes = dict[int, int]()
         self._running = Counter[int]()
+
+    @property
+    def version(self) -> int:
+        """The version of the parameters, which all samplers have."""
+        return self.samplers[0].version
 
     @property
     def busy(self) -> bool:
@@ -43,10 +55,15 @@ class Fleet:
         return any(each.busy for each in self.samplers)
 
     def renew(self) -> None:
-        """Begins other work: no sampler uses what it holds of earlier requests."""
+        """Begins other work: no sampler uses what it holds of earlier requests.
+
+        Raises:
+            Exception: as `examine`.
+        """
         self._homes.clear()
         self._running.clear()
         for each in self.samplers:
+            self._examine(each)
             each.renew()
 
     def check(self, request: Request) -> None:

@@ -17,6 +17,7 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ __all__ = ["Channel", "OnEnd", "ProcessesError", "gather", "is_local", "join"]
 # Why the processes end: one has an error, or one is gone and may be started again.
 type Reason = Literal["failed", "gone"]
 type OnEnd = Callable[[Reason, str], None]
+# (index of the process, frame) in the order of their arrival.
+type _Inbox = queue.SimpleQueue[tuple[int, dict[str, Any]]]
 
 _BEAT_S = 2.0
 _HELLO_S = 10.0
@@ -86,9 +89,9 @@ class _Link:
 class Channel:
     """Connects this process to the others of a run; made by `gather` and `join`.
 
-    `exchange` and `fail` are for the main thread. Threads of the channel send beats and
-    listen. If another process fails, is gone or is silent, one of them calls `on_end`
-    once, with a reason and a message that names the process.
+    Each thread that exchanges has a lane of its own, the main thread "". Threads of the
+    channel send beats and listen. If another process fails, is gone or is silent, one
+    of them calls `on_end` once, with a reason and a message that names the process.
 
     Attributes:
         index: of this process, from 0.
@@ -107,8 +110,9 @@ class Channel:
         self.index, self.count = index, count
         self._links, self._on_end, self._silence_s = dict(links), on_end, silence_s
         self._name = _named(index, socket.gethostname(), os.getpid())
-        self._sequence = 0
-        self._inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        # The number of exchanges, and the frames that came, by lane.
+        self._sequences = Counter[str]()
+        self._inboxes: dict[str, _Inbox] = {}
         self._closing = threading.Event()
         self._ending = threading.Lock()
         self._threads = [
@@ -121,25 +125,29 @@ class Channel:
         ):
             thread.start()
 
-    def exchange(self, name: str, value: Any, *, deadline_s: float) -> list[Any]:
+    def exchange(
+        self, name: str, value: Any, *, deadline_s: float, lane: str = ""
+    ) -> list[Any]:
         """Tells all processes a value, and returns everyone's, in order of the index.
 
-        All processes must call it in the same order, with the same names.
+        All processes must call it in the same order in each lane, with the same names.
 
         Args:
             name: of what is exchanged, for errors.
             value: a JSON value.
             deadline_s: seconds to wait for the others.
+            lane: of the calling thread.
 
         Raises:
             ProcessesError: a process did not come in time, or is at another exchange.
         """
-        self._sequence += 1
+        self._sequences[lane] += 1
         if self.index:
-            return self._through_0(name, value, deadline_s)
-        found = self._found(name, value, deadline_s)
+            return self._through_0(name, value, deadline_s, lane)
+        found = self._found(name, value, deadline_s, lane)
         values = [found[index] for index in range(self.count)]
-        payload = json.dumps({"at": self._sequence, "values": values}).encode()
+        frame = {"at": self._sequences[lane], "lane": lane, "values": values}
+        payload = json.dumps(frame).encode()
         for link in self._links.values():
             # A link that fails here is reported by the thread that listens to it.
             with contextlib.suppress(OSError):
@@ -162,43 +170,51 @@ class Channel:
         self._tell({"bye": True})
         self._drain()
 
-    def _found(self, name: str, value: Any, deadline_s: float) -> dict[int, Any]:
+    def _found(
+        self, name: str, value: Any, deadline_s: float, lane: str
+    ) -> dict[int, Any]:
         """Process 0 collects the values of the others."""
         found, expires = {0: value}, time.monotonic() + deadline_s
+        number = self._sequences[lane]
         while len(found) < self.count:
             try:
                 left = max(0.0, expires - time.monotonic())
-                index, frame = self._inbox.get(timeout=left)
+                index, frame = self._inbox(lane).get(timeout=left)
             except queue.Empty:
                 late = [self._links[i].name for i in self._links if i not in found]
                 raise ProcessesError(
                     f"{name}: {_listed(late)} did not come within {deadline_s:g} s"
                 ) from None
-            if frame["at"] != [self._sequence, name]:
+            if frame["at"] != [number, name]:
                 raise ProcessesError(
                     f"{self._links[index].name} is at the exchange of "
                     f"{frame['at'][1]!r}, number {frame['at'][0]}, and process 0 at "
-                    f"{name!r}, number {self._sequence}: they do not run the same "
+                    f"{name!r}, number {number}: they do not run the same "
                     "program, or not on the same data"
                 )
             found[index] = frame["value"]
         return found
 
-    def _through_0(self, name: str, value: Any, deadline_s: float) -> list[Any]:
-        link = self._links[0]
+    def _through_0(
+        self, name: str, value: Any, deadline_s: float, lane: str
+    ) -> list[Any]:
+        link, number = self._links[0], self._sequences[lane]
         # A link that fails here is reported by the thread that listens to it.
         with contextlib.suppress(OSError):
-            link.send(
-                {"at": [self._sequence, name], "value": value}, within_s=self._silence_s
-            )
+            frame = {"at": [number, name], "lane": lane, "value": value}
+            link.send(frame, within_s=self._silence_s)
         try:
             # Process 0 names who is late, so give it the time to do so.
-            _, frame = self._inbox.get(timeout=deadline_s + _LAST_FRAMES_S)
+            _, frame = self._inbox(lane).get(timeout=deadline_s + _LAST_FRAMES_S)
         except queue.Empty:
             raise ProcessesError(
                 f"{name}: {link.name} did not come within {deadline_s:g} s"
             ) from None
         return frame["values"]
+
+    def _inbox(self, lane: str) -> _Inbox:
+        # One step for two threads: the one that listens, and the one that exchanges.
+        return self._inboxes.setdefault(lane, queue.SimpleQueue())
 
     def _tell(self, frame: Mapping[str, Any]) -> None:
         payload = json.dumps(frame).encode()
@@ -234,7 +250,7 @@ class Channel:
             except ValueError as error:
                 return self._end("failed", f"{link.name} sent no frame: {error}")
             if "at" in frame:
-                self._inbox.put((index, frame))
+                self._inbox(frame["lane"]).put((index, frame))
             elif "failed" in frame:
                 return self._end("failed", f"{link.name} failed: {frame['failed']}")
             elif "end" in frame:

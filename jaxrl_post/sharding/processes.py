@@ -11,6 +11,7 @@ A program of one process starts nothing, and its exchanges return its own value.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "agree",
     "check_equal",
     "count",
+    "enter_lane",
     "exchange",
     "find",
     "index",
@@ -44,6 +46,7 @@ _CLOCKS_S = 60.0
 _VERDICT_S = 10.0
 
 _channel: Channel | None = None
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,8 @@ def count() -> int:
 def exchange(name: str, value: Any, *, deadline_s: float = DEADLINE_S) -> list[Any]:
     """Tells all processes a value, and returns everyone's, in order of the index.
 
-    All processes must call it in the same order, from their main threads.
+    All processes must call it in the same order. Another thread than the main one must
+    have called `enter_lane`.
 
     Args:
         name: of what is exchanged, for errors.
@@ -314,7 +318,17 @@ def exchange(name: str, value: Any, *, deadline_s: float = DEADLINE_S) -> list[A
     """
     if _channel is None:
         return [value]
-    return _channel.exchange(name, value, deadline_s=deadline_s)
+    lane = getattr(_thread, "lane", "")
+    return _channel.exchange(name, value, deadline_s=deadline_s, lane=lane)
+
+
+def enter_lane(name: str) -> None:
+    """Gives the calling thread an order of exchanges of its own, for good.
+
+    Args:
+        name: the same in all processes, and of no other thread.
+    """
+    _thread.lane = name
 
 
 def agree(name: str, value: Any, *, deadline_s: float = DEADLINE_S) -> Any:

@@ -120,6 +120,8 @@ def test_a_command_is_taken(name, line, tmp_path, monkeypatch):
         if not file.startswith("/"):
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
+    for file in re.findall(r"key-file[ =](\S+)", line):
+        (tmp_path / file).write_text("secret", encoding="utf-8")
     for file in re.findall(r"--config[ =](\S+)", line):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shown = [

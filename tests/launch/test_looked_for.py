@@ -73,7 +73,7 @@ LOOKED_FOR = [
     ("mtp", "--rollout.guesses"),
     ("fp8", "--rollout.weights"),
     ("rollout_skip", f"{NOT}#algorithms"),
-    ("disaggregation", f"{NOT}#sampling"),
+    ("disaggregation", f"{HOW_TO}/samplers.md"),
     ("kv-offload", f"{NOT}#sampling"),
     ("router_replay", "--algorithm.correction.kind"),
     ("max_off_policy_steps", "--rollout.partial"),

@@ -422,6 +422,13 @@ RESUME = [
         "self._rows = JsonLines(directory.metrics, None)",
         "records/test_sinks.py programs/test_resume.py",
     ),
+    Fault(
+        "events that happen again stay in the timeline",
+        "records/timeline.py::Timeline.open",
+        "itertools.islice(_rows(self.path), self.count)",
+        "_rows(self.path)",
+        "records/test_timeline.py programs/test_ahead.py",
+    ),
 ]
 
 LAYOUTS = [

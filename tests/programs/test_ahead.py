@@ -19,6 +19,7 @@ from jaxrl_post.learner import model
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.programs import online
 from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.timeline import read_timeline
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests.programs.trainers import CONFIG, RL, make_model
 from tests.tiers import daily
@@ -70,6 +71,35 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+def check_timeline(folder: Path, *, ahead: int, processes: int = 1) -> None:
+    """Each prompt is drawn, sampled and trained on once, by the version of its step."""
+    rows = [*read_timeline(RunDirectory(folder).timeline)]
+
+    def told(event: str, name: str, work: str | None = None) -> list:
+        chosen = (r for r in rows if r["event"] == event and r.get("work") == work)
+        return [row[name] for row in chosen]
+
+    steps, prompts = [*range(1, STEPS + 1)], [*range(4 * STEPS)]
+    assert [*itertools.chain(*told("draw", "prompts"))] == prompts
+    assert sorted(told("finish", "prompt")) == prompts
+    assert [*itertools.chain(*told("take", "prompts"))] == prompts
+    assert told("take", "step") == steps
+    assert told("take", "version") == [step - 1 for step in steps]
+    sampled = [max(0, step - 1 - ahead) for step in steps]
+    assert told("take", "versions") == [[[v, v]] * 4 for v in sampled]
+    for event in ("begin", "end"):
+        assert told(event, "step", "update") == steps
+        assert told(event, "step", "evaluate") == [0, 2, 4, 5]
+        assert told(event, "step", "sample") == steps
+        assert told(event, "version", "sample") == sampled
+    order = [(row["event"], row.get("work"), row.get("step")) for row in rows]
+    for step in steps:
+        end, take = order.index(("end", "sample", step)), ("take", None, step)
+        assert end < order.index(take) < order.index(("begin", "update", step))
+    assert {"publish", "save"} < {row["event"] for row in rows}
+    assert len(told("start", "at")) == processes
+
+
 @pytest.fixture(scope="module")
 def in_turns(base, coin, tmp_path_factory):
     """Weights and metrics of the run on the trainer's devices alone, by `ahead`."""
@@ -81,6 +111,10 @@ def in_turns(base, coin, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model, "create_mesh", two)
             run(base, folder, ahead=ahead)
+        if ahead:
+            check_timeline(folder, ahead=ahead)
+        else:
+            assert not RunDirectory(folder).timeline.exists()
         return weights(folder), metrics(folder)
 
     return outcome
@@ -98,19 +132,22 @@ def test_a_run_is_the_same_on_any_number_of_samplers(
     run(base, tmp_path / "run", ahead=ahead, samplers=samplers)
     expected = in_turns(ahead)
     assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == expected
+    check_timeline(tmp_path / "run", ahead=ahead)
 
 
 @pytest.mark.meshes
 @pytest.mark.parametrize("stop", daily(range(1, STEPS), {1}))
 def test_a_run_goes_on_as_if_it_had_not_stopped(base, in_turns, tmp_path, stop):
     """With another number of samplers, which had batches that no step had taken."""
-    left = iter([False] * (stop - 1) + [True])
+    # It is asked after each step, and after the evaluation of step 2.
+    left = iter([False] * (stop - 1 + (stop > 2)) + [True])
     first = run(
         base, tmp_path / "run", ahead=1, samplers=2, stop=lambda: next(left, True)
     )
     assert (first.step, first.completed) == (stop, False)
     assert run(base, tmp_path / "run", ahead=1, samplers=1).completed
     assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == in_turns(1)
+    check_timeline(tmp_path / "run", ahead=1, processes=2)
 
 
 @pytest.mark.meshes
@@ -130,8 +167,12 @@ def test_a_crash_beside_samplers_leaves_the_last_checkpoint(
             run(base, tmp_path / "run", ahead=3, samplers=2)
     # The thread ended with the run.
     assert not [each for each in threading.enumerate() if "samplers" in each.name]
+    # Step 3 and a part of step 4 are taken again: their rows are not kept.
+    with RunDirectory(tmp_path / "run").timeline.open("ab") as timeline:
+        timeline.write(b'{"time": 17')
     run(base, tmp_path / "run", ahead=3, samplers=1)
     assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == in_turns(3)
+    check_timeline(tmp_path / "run", ahead=3, processes=2)
 
 
 @pytest.mark.meshes
@@ -146,3 +187,30 @@ def test_a_crash_beside_samplers_leaves_the_last_checkpoint(
 def test_devices_that_do_not_suffice_are_named(base, coin, tmp_path, options, message):
     with pytest.raises(MeshError, match=message):
         run(base, tmp_path / "run", ahead=0, **options)
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("kept", daily([True, False], {True}))
+def test_unfinished_groups_go_on_under_the_next_parameters(base, coin, tmp_path, kept):
+    """No step waits for them; each is trained on once, however often a run stops."""
+    rollout = dataclasses.replace(
+        base.rollout, partial=3, recompute_cache=not kept, max_tokens=12
+    )
+    base = dataclasses.replace(base, rollout=rollout, exact=not kept, steps=8)
+    left = iter([False] * 3 + [True])
+    folder = tmp_path / "run"
+    run(base, folder, ahead=1, samplers=2, stop=lambda: next(left, True))
+    assert run(base, folder, ahead=1, samplers=1).completed
+    taken = [
+        row["prompts"]
+        for row in read_timeline(folder / "timeline.jsonl")
+        if row["event"] == "take"
+    ]
+    groups = [prompt for prompts in taken for prompt in prompts]
+    assert len(taken) == 8
+    assert len(groups) == len({*groups}) == 8 * base.rollout.prompts_per_step
+    # A group waits for three others at most, and so is trained on within two steps.
+    late = [prompt // 4 - step for step, each in enumerate(taken) for prompt in each]
+    assert max(late) <= 1
+    ages = [row.get("rollout/staleness") for row in metrics(folder)[1:]]
+    assert max(age for age in ages if age is not None) >= 1.0

@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_post.records.report.charts import (
+    Span,
+    count_chart,
     downsample,
+    lane_chart,
     line_chart,
     smooth,
     smoothing_window,
@@ -212,3 +215,41 @@ def test_script_is_that_of_the_library():
     head = script.read_text("utf-8")[:200]
     assert f"plotly.js (basic - minified) v{get_plotlyjs_version()}\n" in head
     assert "MIT license" in head
+
+
+def test_lanes_show_work_as_bars_and_events_as_ticks():
+    spans = [
+        Span("trainer", "update", 3, None, 0.5, 2.0),
+        Span("samplers", "sample", 4, 2, 0.0, 1.25),
+        Span("samplers", "finish", 4, None, 1.0, 1.0),
+        Span("trainer", "publish", None, 3, -0.5, 0.0),
+    ]
+    figure = lane_chart(["trainer", "samplers"], spans, 2.0)
+    bars, ticks = figure["data"]
+    assert (bars["base"], bars["x"]) == ([0.5, 0.0, -0.5], [1.5, 1.25, 0.5])
+    assert (bars["y"], bars["text"]) == ([0, 1, 0], ["3", "4", ""])
+    assert bars["marker"]["color"] == ["var(--l0)", "var(--l1)", "var(--l4)"]
+    assert bars["hovertext"] == [
+        "step 3: update, 1.5 s",
+        "step 4: sample, version 2, 1.2 s",
+        "publish, version 3, 0.5 s",
+    ]
+    assert (ticks["x"], ticks["y"]) == ([1.0], [1.4])
+    assert ticks["text"] == ["step 4: finish"]
+    layout = figure["layout"]
+    assert layout["xaxis"]["range"] == [-2.0, 4.0]
+    assert layout["yaxis"]["ticktext"] == ["trainer", "samplers"]
+    assert [line["x0"] for line in layout["shapes"]] == [0.0, 2.0]
+
+
+def test_counts_are_bars_in_order():
+    figure = count_chart({3: 1, 0: 5})
+    assert (figure["data"][0]["x"], figure["data"][0]["y"]) == ([0, 3], [5, 1])
+    assert figure["layout"]["xaxis"]["range"] == [-0.5, 3.5]
+
+
+def test_a_linear_axis_stays_linear():
+    points = [(1, 1e-4), (2, 1e-4), (3, 1.0)]
+    assert line_chart(points, (1, 3))["layout"]["yaxis"]["type"] == "log"
+    linear = line_chart(points, (1, 3), linear=True)
+    assert "type" not in linear["layout"]["yaxis"]

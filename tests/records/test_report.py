@@ -340,6 +340,44 @@ def test_time_of_no_phase_is_other(directory):
     assert [trace["x"] for trace in times] == [[1, 2]] * 3
 
 
+def log_timeline(directory: RunDirectory) -> None:
+    """Three steps of 2 s each; the first has no strip, because it compiles."""
+    timeline = [{"at": 0.0, "event": "start"}]
+    for step in (1, 2, 3):
+        take = {"version": step - 1, "versions": [[max(0, step - 2), step - 1]] * 4}
+        begin = {"at": 2.0 * step - 1.5, "event": "begin", "work": "update"}
+        timeline += [
+            {"at": begin["at"], "event": "take", "step": step, **take},
+            {"step": step, **begin},
+            {"step": step, **begin, "at": 2.0 * step, "event": "end"},
+        ]
+    lines = [json.dumps(row) for row in timeline]
+    directory.timeline.write_text("\n".join(lines) + "\n")
+
+
+def test_a_timeline_has_a_section(directory):
+    idle = {"idle/trainer": 0.25, "idle/samplers": 0.5}
+    log_metrics(directory, {s: {"time/step": 2.0, **idle} for s in (1, 2, 3)})
+    html, page = read(directory)
+    assert headings_of(html) == ["Time", "Other metrics (2)"]
+    assert page.headings == ["Time by phase", "idle/samplers", "idle/trainer"]
+    log_timeline(directory)
+    html, page = read(directory)
+    assert headings_of(html) == ["Time", "Who worked when"]
+    assert page.headings == [
+        "Time by phase",
+        *("Step 2, of median length", "Step 3, the longest"),
+        *("Staleness", "Trainer idle", "Samplers idle"),
+    ]
+    assert "<h3>Step 3, the longest</h3><b>2.0 s</b>" in html
+    assert "<h3>Staleness</h3><b>0.667</b>" in html
+    _, strip, _, ages, *_ = page.figures
+    bars, _ = strip["data"]
+    assert (bars["base"], bars["x"]) == ([-1.5, 0.5, 2.5], [1.5, 1.5, 1.5])
+    assert bars["text"] == ["1", "2", "3"]
+    assert (ages["data"][0]["x"], ages["data"][0]["y"]) == ([0, 1], [4, 8])
+
+
 def headings_of(html: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", html)
 
@@ -539,7 +577,9 @@ def test_browser_runs_the_two_scripts_and_loads_nothing(directory):
 def test_a_browser_draws_every_chart_that_is_not_folded_away(directory, tmp_path):
     rows = {step: dict.fromkeys(CHARTS, 0.5 + step) for step in range(30)}
     rows[7]["train/loss"] = math.nan
+    rows[2]["time/step"] = rows[3]["time/step"] = 2.0
     log_metrics(directory, rows)
+    log_timeline(directory)
     path = write_report(directory)
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
     profile = f"--user-data-dir={tmp_path / 'profile'}"
@@ -550,7 +590,8 @@ def test_a_browser_draws_every_chart_that_is_not_folded_away(directory, tmp_path
         timeout=300,
     ).stdout
     assert drawn.count('class="plot"') == 1  # Rows of the other metrics.
-    assert drawn.count('class="plot js-plotly-plot"') == len(CHARTS) - 1
+    # All but the folded one, and two strips and a histogram of the timeline.
+    assert drawn.count('class="plot js-plotly-plot"') == len(CHARTS) + 2
     assert "#2a5fc4" in drawn or "rgb(42, 95, 196)" in drawn
     marks = drawn[drawn.index("<h3>Loss</h3>") : drawn.index("<h3>Gradient norm</h3>")]
     assert marks.count('class="trace bars"') == 1

@@ -14,8 +14,8 @@ from jaxrl_post.rollout.episode import Group
 class Version:
     """Stands for a sampler with the parameters of a step's beginning."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, version: int) -> None:
+        self.version = version
 
 
 class Work:
@@ -26,9 +26,9 @@ class Work:
         self.seconds = seconds
 
     def __call__(self, version: Version, number: int) -> SampledBatch:
-        self.sampled.append((number, version.step))
+        self.sampled.append((number, version.version))
         time.sleep(self.seconds(number))
-        return SampledBatch([Group(number, ())], {"version": float(version.step)})
+        return SampledBatch([Group(number, ())], {"version": float(version.version)})
 
 
 def train(ahead: Ahead, steps: range, seconds=lambda number: 0.0) -> list[int]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import ipaddress
 import os
 import secrets
 import signal
@@ -25,14 +24,15 @@ from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.serve import ServeConfig, read_key
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.fleet.app import relay_app
-from jaxrl_post.fleet.client import AwayError, RefusedError, Trainer
+from jaxrl_post.fleet.client import AwayError, NotAdmittedError, TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.image import Image
-from jaxrl_post.fleet.probe import Rows
+from jaxrl_post.fleet.probe import ProbeRows
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.models import abstract, param_specs
 from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.programs.apart.address import reachable
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import SamplerLayout, bound, sampler_layout
 from jaxrl_post.rollout.weights import Published, Transfer
@@ -58,7 +58,7 @@ def follow(config: ServeConfig, *, console: Console) -> None:
     """
     assert config.follow is not None, "the caller has asked"
     key, stop = read_key(config), threading.Event()
-    connect = functools.partial(Trainer, config.follow, key)
+    connect = functools.partial(TrainerClient, config.follow, key)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -72,19 +72,19 @@ def follow(config: ServeConfig, *, console: Console) -> None:
             follower = _follower(config, welcome, connect, model, engine, layout, say)
             app = relay_app(follower.payload, follower.state, key)
             with serving(app, config.host, config.port, name="relay") as (url, _):
-                url = _reachable(url, config.follow)
+                url = reachable(url, urlsplit(config.follow).netloc)
                 follower.facts = {**follower.facts, "url": url}
                 say(f"sampler {follower.name} at {url}; Ctrl-C ends it")
                 follower.run(stop.is_set)
             say(follower.ended or "ended")
-    except RefusedError as error:
+    except NotAdmittedError as error:
         raise ConfigError(f"--follow: {error}") from error
 
 
 def _follower(
     config: ServeConfig,
     welcome: Mapping[str, Any],
-    connect: Callable[[], Trainer],
+    connect: Callable[[], TrainerClient],
     model: Model,
     engine: Engine,
     layout: SamplerLayout,
@@ -97,7 +97,7 @@ def _follower(
         connect=connect,
         facts=facts,
         opened=functools.partial(_published, engine, layout, model),
-        rows=Rows.from_json(welcome["rows"]),
+        rows=ProbeRows.from_json(welcome["rows"]),
         vocab=model.config.vocab_size,
         away_s=config.follow_wait_s,
         say=say,
@@ -105,12 +105,12 @@ def _follower(
 
 
 def _welcomed(
-    connect: Callable[[], Trainer],
+    connect: Callable[[], TrainerClient],
     wait_s: float,
     stop: threading.Event,
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """What the trainer tells a sampler, once it answers; None if it shall stop."""
+    """Returns the trainer's welcome, once it answers; None if it shall stop."""
     trainer, waited, told = connect(), 0.0, False
     with contextlib.closing(trainer):
         while not stop.is_set():
@@ -212,23 +212,6 @@ def _tokenizer(files: Mapping[str, str]) -> Tokenizer:
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-
-
-def _reachable(url: str, trainer: str) -> str:
-    """The sampler's own URL, with the address from which it reaches the trainer."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if not ipaddress.ip_address(host).is_unspecified:
-        return url
-    there = urlsplit(trainer)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the system chooses the address.
-        probe.connect((there.hostname or "localhost", there.port or 80))
-        own = probe.getsockname()[0]
-    return (
-        f"http://[{own}]:{parts.port}" if ":" in own else f"http://{own}:{parts.port}"
-    )
 
 
 @contextlib.contextmanager

@@ -19,9 +19,11 @@ from jaxrl_post.programs.build.judge import open_judge
 from jaxrl_post.programs.experience import Experience, make_buffer
 from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
 from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.timeline import Timeline
 from jaxrl_post.rollout.ahead import Ahead, SampledBatch
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.collector import Collector
+from jaxrl_post.rollout.events import silent
 from jaxrl_post.sampler.port import Sampler
 
 if TYPE_CHECKING:
@@ -134,6 +136,8 @@ def make_trainer(
     if demonstrations is not None:
         size = demonstrations.size("train")
     by_part = algorithm.reads == "components"
+    timeline = None if directory is None else Timeline(directory.timeline)
+    tell = silent if timeline is None else timeline.tell
     experience = Experience(
         config=config,
         environment=environment,
@@ -149,7 +153,9 @@ def make_trainer(
             dtype=model.dtype,
             now=model.tokenizer.now,
         ),
+        tell=tell,
     )
+    weights.tell = tell
     if demonstrations is None:
         queue = make_buffer(config, by_part=by_part)
         ahead = None
@@ -159,6 +165,7 @@ def make_trainer(
                 config.rollout.ahead,
                 config.steps,
                 beside=bool(config.samplers),
+                tell=tell,
             )
         return OnlineTrainer(
             ahead or queue,
@@ -169,6 +176,7 @@ def make_trainer(
             queue=queue,
             ahead=ahead,
             directory=directory,
+            timeline=timeline,
         )
     rollout = config.rollout
     count = rollout.prompts_per_step * rollout.samples_per_prompt

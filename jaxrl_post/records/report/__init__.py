@@ -15,7 +15,7 @@ __all__ = ["write_report"]
 
 
 def write_report(run_directory: RunDirectory, *, title: str | None = None) -> Path:
-    """Writes report.html from metrics.jsonl, samples.jsonl and config.json.
+    """Writes report.html from the logs and config.json.
 
     Only metrics.jsonl must exist. A metric that was never measured has no chart; one
     that the page does not know gets a chart under "Other metrics".

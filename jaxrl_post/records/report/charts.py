@@ -7,8 +7,8 @@ model goes into a figure, because Plotly interprets some markup in text.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_post.records import notation
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Point",
+    "Span",
+    "count_chart",
     "downsample",
+    "lane_chart",
     "line_chart",
     "smooth",
     "smoothing_window",
@@ -31,6 +34,17 @@ MAX_DOTS = 60
 
 type Point = tuple[int, float]  # Step and value.
 type Figure = dict[str, Any]  # Arguments of Plotly.newPlot: data and layout.
+
+
+class Span(NamedTuple):
+    """Work between two times in seconds, or an event where both are equal."""
+
+    lane: str
+    kind: str
+    step: int | None
+    version: int | None
+    begin: float
+    end: float
 
 
 def spikes(values: Sequence[float]) -> bool:
@@ -109,6 +123,7 @@ def line_chart(
     form: Callable[[float], str] = notation.number,
     missing: Sequence[int] = (),
     smoothed: bool = True,
+    linear: bool = False,
 ) -> Figure:
     """Draws a metric over steps; a long one faint, with its moving mean in front.
 
@@ -118,9 +133,10 @@ def line_chart(
         form: formats a value for the tooltip.
         missing: steps at which the metric was not finite, ascending.
         smoothed: whether a long line gets a moving mean.
+        linear: whether the axis is never logarithmic.
     """
     values = [value for _, value in points]
-    logarithmic = spikes(values)
+    logarithmic = spikes(values) and not linear
     window = smoothing_window(len(points)) if smoothed else 1
     figure = _figure(steps)
     figure.update_yaxes(_value_axis(values, logarithmic))
@@ -358,3 +374,96 @@ def _bars(
         means = [math.fsum(v[start:stop]) / (stop - start) for _, v in layers]
         bars.append((steps[start], steps[stop - 1], means))
     return bars
+
+
+def lane_chart(lanes: Sequence[str], spans: Sequence[Span], seconds: float) -> Figure:
+    """Draws who worked when around a step, which lies between 0 and `seconds`.
+
+    Args:
+        lanes: from the top.
+        spans: in these lanes, between -seconds and 2 * seconds: work becomes bars, and
+            events ticks below them.
+        seconds: > 0.
+    """
+    figure = _figure((0, 1))
+    work = [span for span in spans if span.end > span.begin]
+    events = [span for span in spans if span.end == span.begin]
+    places = {lane: place for place, lane in enumerate(lanes)}
+    # Neighbouring steps differ.
+    colours = [
+        "var(--l4)" if span.step is None else f"var(--l{span.step % 3})"
+        for span in work
+    ]
+    figure.add_bar(
+        orientation="h",
+        y=[places[span.lane] for span in work],
+        base=[round(span.begin, 6) for span in work],
+        x=[round(span.end - span.begin, 6) for span in work],
+        width=0.62,
+        # The line shows work that is shorter than a pixel.
+        marker={"color": colours, "line": {"color": colours, "width": 1}},
+        text=["" if span.step is None else str(span.step) for span in work],
+        textposition="inside",
+        insidetextanchor="start",
+        textangle=0,
+        hovertext=[_told_work(span) for span in work],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
+    figure.add_scatter(
+        x=[round(span.begin, 6) for span in events],
+        y=[places[span.lane] + 0.4 for span in events],
+        mode="markers",
+        marker={"symbol": "line-ns-open", "size": 4, "color": "var(--ink)"},
+        text=[_told_work(span) for span in events],
+        hovertemplate="%{text}<extra></extra>",
+    )
+    for edge in (0.0, seconds):
+        figure.add_vline(
+            edge, line={"color": "var(--muted)", "width": 1, "dash": "dot"}
+        )
+    figure.update_layout(
+        height=56 + 34 * len(lanes),
+        barmode="overlay",
+        hovermode="closest",
+        uniformtext={"mode": "hide", "minsize": 9},
+    )
+    figure.update_xaxes(
+        range=[-seconds, 2 * seconds],
+        tickformat="",
+        dtick=None,
+        tickprefix="",
+        ticksuffix=" s",
+        showticksuffix="last",
+    )
+    figure.update_yaxes(
+        tickvals=[*places.values()],
+        ticktext=lanes,
+        range=[len(lanes) - 0.5, -0.5],
+        showgrid=False,
+    )
+    return figure.to_plotly_json()
+
+
+def _told_work(span: Span) -> str:
+    told = span.kind if span.step is None else f"step {span.step}: {span.kind}"
+    if span.version is not None:
+        told += f", version {span.version}"
+    length = span.end - span.begin
+    return f"{told}, {notation.duration(length)}" if length else told
+
+
+def count_chart(counts: Mapping[int, int]) -> Figure:
+    """Draws how often each number occurred, as bars; at least one did."""
+    figure = _figure((min(counts), max(counts)))
+    numbers = sorted(counts)
+    figure.add_bar(
+        x=numbers,
+        y=[counts[number] for number in numbers],
+        width=0.9,
+        marker={"color": "var(--accent)"},
+        hovertemplate="%{x}: %{y:,}<extra></extra>",
+    )
+    figure.update_layout(hovermode="closest")
+    figure.update_xaxes(tickprefix="")
+    figure.update_yaxes(rangemode="nonnegative")
+    return figure.to_plotly_json()

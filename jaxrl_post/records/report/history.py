@@ -9,6 +9,8 @@ from typing import Any
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.report.charts import Point
+from jaxrl_post.records.report.panels import STEP_TIME
+from jaxrl_post.records.report.work import Work, read_work
 
 __all__ = ["Curve", "History", "read_history"]
 
@@ -32,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class History:
-    """The data of a report: steps, metrics, description, samples and best.json."""
+    """The data of a report: metrics, description, samples, best.json, timeline."""
 
     steps: list[int]
     times: list[float]
@@ -41,6 +43,7 @@ class History:
     examples: list[Examples]
     trained: list[dict[str, Any]]
     best: Mapping[str, Any] | None = None
+    work: Work | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -51,7 +54,7 @@ class History:
 
 
 def read_history(directory: RunDirectory) -> History:
-    """Reads metrics.jsonl, and config.json, samples.jsonl and best.json if they exist.
+    """Reads metrics.jsonl, and what there is of the run's other files.
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl.
@@ -78,8 +81,11 @@ def read_history(directory: RunDirectory) -> History:
     examples, trained = [], []
     if directory.samples.exists():
         examples, trained = _read_examples(directory.samples)
-    best = directory.read_best()
-    return History(steps, times, curves, description, examples, trained, best)
+    best, work = directory.read_best(), None
+    if directory.timeline.exists():
+        lengths = dict(curves.get(STEP_TIME, Curve()).points)
+        work = read_work(directory.timeline, lengths)
+    return History(steps, times, curves, description, examples, trained, best, work)
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.history import Curve, History
 from jaxrl_post.records.report.panels import (
     FAILED,
+    IDLE,
     PHASES,
     SECTIONS,
     SPEED,
@@ -34,6 +35,7 @@ from jaxrl_post.records.report.panels import (
     Stack,
 )
 from jaxrl_post.records.report.trees import tree
+from jaxrl_post.records.report.work import Work
 from jaxrl_post.records.visible import visible
 
 if TYPE_CHECKING:
@@ -205,6 +207,34 @@ def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
             figures += _stacked(stack, history)
         if figures:
             yield name, figures
+    if history.work is not None:
+        figures = [*_work(history.work), *_figures(IDLE, history)]
+        if figures:
+            yield "Who worked when", figures
+
+
+def _work(work: Work) -> Iterator[Values]:
+    """Charts the work around some steps, and the staleness of what was trained on."""
+    for strip in work.strips:
+        yield {
+            "title": f"Step {strip.step}, {strip.kind}",
+            "now": notation.duration(strip.seconds),
+            "below": "seconds since the step began; a number and a colour are of a "
+            "step, ticks are groups that ended, and checkpoints",
+            "width": "full",
+            "chart": charts.lane_chart(work.lanes, strip.spans, strip.seconds),
+            "legend": [],
+        }
+    if work.ages:
+        mean = sum(age * n for age, n in work.ages.items()) / work.ages.total()
+        yield {
+            "title": "Staleness",
+            "now": notation.number(mean),
+            "below": "groups by the age of their parameters, in steps",
+            "width": "",
+            "chart": charts.count_chart(work.ages),
+            "legend": [],
+        }
 
 
 def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
@@ -223,6 +253,7 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
                 form=panel.form,
                 missing=curve.missing,
                 smoothed=panel.smoothed,
+                linear=panel.linear,
             )
         name = "" if panel.title == panel.metric else panel.metric
         yield {
@@ -323,6 +354,8 @@ def _others(history: History) -> Values:
     }
     stacks = [stack for found in STACKS.values() for stack in found]
     shown |= {metric for stack in stacks for metric, _ in stack.layers}
+    if history.work is not None:
+        shown |= {panel.metric for panel in IDLE}
     counts = {f"{metric}/episodes" for metric in history.curves}
     others = sorted(set(history.curves) - shown - counts)
     panels = [Panel(metric, metric) for metric in others[:MAX_OTHERS]]

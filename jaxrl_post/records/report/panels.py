@@ -15,6 +15,7 @@ from jaxrl_post.records.metric_table import (
 
 __all__ = [
     "FAILED",
+    "IDLE",
     "PHASES",
     "SECTIONS",
     "SPEED",
@@ -38,6 +39,7 @@ class Panel:
     width: str = ""
     factor: float = 1.0  # The shown value is factor * metric.
     smoothed: bool = True
+    linear: bool = False
 
     @property
     def unit(self) -> str:
@@ -228,6 +230,11 @@ PHASES = (
     ("time/train", "train"),
     ("time/publish", "publish"),
     ("time/checkpoint", "checkpoint"),
+)
+# In a report with a timeline.
+IDLE = (
+    Panel("idle/trainer", "Trainer idle", notation.percent, linear=True),
+    Panel("idle/samplers", "Samplers idle", notation.percent, linear=True),
 )
 SPEED = (
     Panel(TOKENS_PER_SECOND, "Throughput", width="tall"),
