@@ -1,4 +1,4 @@
-"""Which sampler draws which samples: a state machine without clocks and sockets.
+"""Leases of samples to samplers: a state machine without clocks and sockets.
 
 The trainer submits requests. Samplers in other processes join, are granted samples and
 tell their tokens as they come. A grant is a lease with a number of its own. When a
@@ -16,9 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxrl_post.fleet.members import Member, member_of
+from jaxrl_post.fleet.ledger import Member, Queue, Sample, Work, member_of
 from jaxrl_post.fleet.orders import Grant, News, Order, Policy, Progress, Revoke
-from jaxrl_post.fleet.samples import Queue, Sample, Work
 from jaxrl_post.fleet.sharing import late, share
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 
@@ -52,8 +51,8 @@ class Leases:
         happened: (event, sampler, detail) since the caller last cleared it.
         numbers: of epochs and leases, ascending from 1 or more. A trainer that is
             started again must use none of the one before.
-        counts: of joins, deaths, takeovers (samples that another sampler goes on with)
-            and stale news (of leases that had ended).
+        counts: of joins, deaths, takeovers (samples that another sampler continues) and
+            stale news (of leases that had ended).
     """
 
     silence_s: float = 5.0
@@ -134,7 +133,7 @@ class Leases:
         return [sample.completion("cancelled") for sample in stopped]
 
     def forget_homes(self) -> None:
-        """Forgets which sampler holds the keys of which prompts."""
+        """Forgets which samplers hold the keys of prompts."""
         self._queues = {work: each for work, each in self._queues.items() if each.count}
         for queue in self._queues.values():
             queue.forget_homes()
@@ -247,7 +246,7 @@ class Leases:
             self.counts["deaths"] += 1
             self.leave(name, why)
 
-    # What samples do.
+    # The samples.
 
     def _advance(self, member: Member, told: Progress) -> int:
         """Adds tokens to a sample; returns how many."""
@@ -292,7 +291,7 @@ class Leases:
             self.changed = True
             self._epochs[epoch].order(Revoke(lease, tuple(indices)))
 
-    # Who gets which.
+    # Grants.
 
     def _grant(self, member: Member, now: float) -> None:
         """Grants a sampler its share of the oldest work for which it is ready."""
@@ -309,7 +308,7 @@ class Leases:
         elif member.fits(work):
             chosen = share(member, self._epochs, work, self._queues[work], now)
         else:
-            # It ends what it has begun before it goes on with what is older.
+            # It ends its own work first.
             chosen = []
         member.begin(now)
         for run in _runs(chosen):

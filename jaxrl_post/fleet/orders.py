@@ -1,4 +1,4 @@
-"""What the trainer and samplers in other processes tell each other."""
+"""Orders to samplers in other processes, and their news."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -47,7 +47,7 @@ type Order = Grant | Revoke
 
 
 class Progress(NamedTuple):
-    """What a sample has sampled since the last news of it.
+    """The tokens that a sample has sampled since the last news of it.
 
     Attributes:
         lease: of the sample.

@@ -1,4 +1,4 @@
-"""Who draws which samples: the shares of samplers, and who relieves whom.
+"""The shares of samplers, and the samples that one takes over from another.
 
 Nothing here decides whether a sample ends, only how soon all do. The samples of a
 prompt stay with one sampler, which holds the prompt's keys, as long as it has room.
@@ -8,8 +8,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 
-from jaxrl_post.fleet.members import Member
-from jaxrl_post.fleet.samples import Queue, Sample, Work
+from jaxrl_post.fleet.ledger import Member, Queue, Sample, Work
 
 __all__ = ["late", "share"]
 
@@ -108,7 +107,7 @@ def _draws(member: Member, work: Work, early: bool) -> bool:
 def _place(
     home: int, member: Member, members: Mapping[int, Member], work: Work
 ) -> int | None:
-    """Where prompts come for a sampler, by who drew them last; None for nowhere."""
+    """Place of prompts by the sampler that drew them last, from 0; None for none."""
     if home == member.epoch:
         return 0
     if not home:

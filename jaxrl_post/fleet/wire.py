@@ -43,7 +43,7 @@ _DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32")}
 _ARRAY = "@"
 # Tuples of more integers are arrays, such as prompts.
 _FEW = 8
-# What is written as the list of its fields.
+# Written as the lists of their fields.
 _RECORDS = (Grant, Revoke, Policy, Request, SamplingParams)
 # Errors of code that reads a value which is not what it expects.
 _MISREAD = (

@@ -176,7 +176,7 @@ class Worker:
 
 
 def _progress(sample: Completion | Unfinished, running: _Running) -> Progress:
-    """What was not told of a sample."""
+    """The progress of a sample since the last time."""
     told, others = running.told, sample.alternatives
     new = sample.tokens[told:]
     if len(new) and new.versions[0] != running.version:

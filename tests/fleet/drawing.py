@@ -60,7 +60,7 @@ def _part(sample: SampleId, digest: str, version: int, first: int, stop: int) ->
 def length_of(
     sample: SampleId, digest: str, most: int, heavy: bool
 ) -> tuple[int, FinishReason]:
-    """How many tokens a sample has, and why it ends."""
+    """Returns the number of a sample's tokens, and why it ends."""
     seed = zlib.crc32(f"{sample} {digest}".encode())
     length = 1 + seed % SHORT
     if heavy:
@@ -120,7 +120,7 @@ class Drawn:
 
     @property
     def alternatives(self) -> Alternatives | None:
-        """Of the tokens so far, if asked for."""
+        """The alternatives of the tokens so far, if asked for."""
         if not self.request.sampling.alternatives:
             return None
         first = self.request.num_sampled

@@ -99,7 +99,7 @@ class Trainer:
     silence_s: float = 3.0
     overlap: bool = False
     leases: Leases = field(init=False)
-    # What has not ended: the request and the policy of each sample, by its id.
+    # The request and the policy of each sample that has not ended.
     due: dict[SampleId, tuple[Request, Policy]] = field(default_factory=dict)
     ended: list[Completion] = field(default_factory=list)
     # When each sample ended.
@@ -207,7 +207,7 @@ class Trainer:
         check_whole(self.leases)
         self.network.after(0.7, self._tick)
 
-    # What the samplers call.
+    # Called by the samplers.
 
     def join(self, node: "Node") -> None:
         """Admits a sampler."""
@@ -319,7 +319,7 @@ class Node:
     # Until when its messages are not let through.
     away_until: float = 0.0
     epoch: int | None = None
-    # Tokens that it has drawn, whoever counts them.
+    # Number of tokens that it has drawn.
     drawn: int = 0
     grants: list[Grant] = field(default_factory=list)
     _acknowledged: int = 0
@@ -443,7 +443,7 @@ class Node:
     def _staged(self, digest: str) -> None:
         self._staging.discard(digest)
         if self.alive:
-            # Of an earlier version with the same bytes, perhaps.
+            # An earlier version may have had the same bytes.
             engine = Engine(digest, 0, self.slots, self.steps)
             self.worker.policies[digest] = engine  # type: ignore[assignment]
             self._changed = True

@@ -15,7 +15,7 @@ from jaxrl_post.fleet.leases import (
     Revoke,
     UnknownSamplerError,
 )
-from jaxrl_post.fleet.members import Member
+from jaxrl_post.fleet.ledger import Member
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     Alternatives,
@@ -72,7 +72,7 @@ class Side:
 
     @property
     def member(self) -> Member:
-        """What the trainer knows of it."""
+        """The trainer's entry of it."""
         return self.leases.member(self.name, self.epoch)
 
 
@@ -118,7 +118,7 @@ def test_orders_come_until_they_are_acknowledged_and_news_count_once():
     leases.hear("a", 1, news[0], 0.0)
     expected = [(2, Revoke(2, (0,))), (3, Grant(3, FIRST, 1, request()))]
     assert leases.orders("a", 1, 1, 0.0) == expected
-    # Of the lease that has ended.
+    # The lease has ended.
     leases.hear("a", 1, news[1], 0.0)
     assert leases.counts["stale_news"] == 1
     assert not leases.unfinished()
@@ -193,7 +193,7 @@ def test_a_sample_that_nobody_took_over_is_no_takeover():
     assert leases.counts["takeovers"] == 0
 
 
-# What a sampler may not tell.
+# News that a sampler may not tell.
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_policy_is_sampled_by_who_has_it():
 
 
 def test_a_sampler_helps_though_others_samples_wait():
-    """Nobody is ready for the second policy; that must not keep it from helping."""
+    """No sampler is ready for the second policy; this does not keep it from helping."""
     leases = Leases()
     leases.submit(request(1, 5), FIRST, 1)
     leases.submit(request(2), SECOND, 2)
@@ -470,7 +470,7 @@ def test_a_pace_is_tokens_a_second_of_a_sample():
     assert member.pace(20.0) == pytest.approx(5.0)
     member.count(10, 2, 20.0)
     assert 5.0 < member.pace(20.0) < 6.0
-    # What is old counts less.
+    # Old measurements count less.
     for now in range(21, 60):
         member.count(2, 2, float(now))
     assert member.pace(59.0) == pytest.approx(1.0, abs=0.2)
@@ -506,7 +506,7 @@ def test_a_slow_sampler_is_relieved_as_far_as_slots_are_free():
     (grant,) = slow.ask(1.0)
     slow.tell(*[part(grant.lease, index, 0, 5, 6) for index in range(3)], now=2.0)
     fast = running(leases, "b", 4, 40.0)
-    # What has not begun is chosen first; the rest goes on behind its tokens.
+    # Samples that have not begun are chosen first; the others keep their tokens.
     *begun, fresh = fast.ask(2.0)
     assert (fresh.request.first_sample, fresh.request.num_samples) == (3, 2)
     assert [each.request.first_sample for each in begun] == [1, 2]
@@ -530,7 +530,7 @@ def test_little_work_is_left_to_a_fast_sampler():
     assert fast.samples(1.0) == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
     # The other two are drawn sooner if they wait for it.
     assert slow.samples(1.0) == []
-    # Of very many the slow one has its part.
+    # The slow one has its part of very many.
     leases.submit(request(3, 100), FIRST, 0)
     assert len(slow.samples(1.0)) == 5
 
@@ -549,7 +549,7 @@ def test_a_sampler_that_hangs_is_relieved():
 
 
 def test_samples_do_not_move_back_and_forth():
-    """Two samplers of which now the one and now the other hangs, for an hour."""
+    """Two samplers hang for an hour; each seems faster while it has nothing."""
     leases = Leases()
     sides = [running(leases, "a", 4, 10.0), running(leases, "b", 4, 10.0)]
     leases.submit(request(1), FIRST, 0)

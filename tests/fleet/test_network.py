@@ -1,4 +1,4 @@
-"""What the fleet promises, over random schedules of failures in virtual time."""
+"""The promises of the fleet, over random schedules of failures in virtual time."""
 
 import random
 from collections import Counter, defaultdict
@@ -98,7 +98,7 @@ class Schedule:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody has anything to do."""
+        """Whether all have nothing to do."""
         members = self.trainer.leases.members.values()
         return not (
             any(each.running or each.orders for each in members)
@@ -321,7 +321,7 @@ def test_one_slow_sampler_delays_the_others_little():
     first, second = run.play()
     assert first < 1.4
     assert second < 1.3
-    # Prompts stay together, and few samples move: those of the slow one, at the end.
+    # Prompts stay together, and few samples move: the slow one's last ones.
     assert run.homes < 1.1
     assert run.trainer.leases.counts["takeovers"] < 2 * 10
 

@@ -255,7 +255,7 @@ def mutated(draw: random.Random, whole: bytes) -> bytes:
             case 3:
                 del data[at:]
             case 4:
-                # Of other kinds, where a value stands.
+                # Another kind of value.
                 value = draw.choice(
                     (b"null", b"-1", b"1e999", b"[]", b"{}", b'"x"', b"true", b"9" * 30)
                 )

@@ -24,7 +24,7 @@ def worker(slots: int = 8, steps: int = 2) -> Worker:
 
 
 def drained(worker: Worker) -> list[Progress]:
-    """What it tells until it has nothing to do."""
+    """Its progress until it has nothing to do."""
     found = list[Progress]()
     while worker.busy:
         found += worker.step()
@@ -32,7 +32,7 @@ def drained(worker: Worker) -> list[Progress]:
 
 
 def joined(progress: list[Progress], sample: Request, index: int) -> Completion:
-    """What was told of a sample, as one completion."""
+    """The progress of a sample as one completion."""
     mine = [each for each in progress if each.index == index]
     tokens, others = mine[0].tokens, mine[0].alternatives
     for each in mine[1:]:
@@ -188,7 +188,7 @@ def test_a_worker_that_is_reset_has_no_orders():
     assert not work.busy
     assert work.step() == []
     assert not work.policies["one"].busy
-    # What it had is not in the way.
+    # Its samples of before are not in the way.
     work.order(Grant(3, FIRST, 1, request(1, 2)))
     assert {each.lease for each in drained(work)} == {3}
 
