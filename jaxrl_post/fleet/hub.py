@@ -274,10 +274,13 @@ class Hub:
     def hear(self, name: str, epoch: int, news: News) -> None:
         """Takes the news of a sampler, as `Leases.hear`."""
         with self._lock:
+            ready = self.leases.member(name, epoch).ready
             self.leases.hear(name, epoch, news, time.monotonic())
+            more = self.leases.member(name, epoch).ready - ready
             self._notice(name)
             self._lock.notify_all()
-        if any(each.finish_reason for each in news.progress):
+        # Its own request for orders was held while it was not ready.
+        if more or any(each.finish_reason for each in news.progress):
             self._wake()
 
     async def orders(

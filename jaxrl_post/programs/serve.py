@@ -42,6 +42,7 @@ try:
     from jaxrl_post.serve.grammars.compiler import COMPILE_S, Grammars
     from jaxrl_post.serve.responses import Responses
     from jaxrl_post.serve.service import Service
+    from jaxrl_post.serve.threads import BACKLOG, listen
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"launch.serve needs the extra serve ({error}); install it with "
@@ -61,8 +62,6 @@ SLOT_TOKENS = 2048
 PARTLY = 2
 # Seconds for what the device is computing when the server ends.
 LAST_BURST_S = 60.0
-# Connections that wait to be accepted.
-BACKLOG = 2048
 # Seconds between two looks at whether the sampler still runs.
 WATCH_S = 0.5
 
@@ -301,11 +300,8 @@ class _Server(uvicorn.Server):
 @contextlib.contextmanager
 def _listening(config: ServeConfig) -> Iterator[socket.socket]:
     """Opens the socket, before anything that takes long."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        listener = socket.create_server(
-            (config.host, config.port), family=family, backlog=BACKLOG
-        )
+        listener = listen(config.host, config.port)
     except OSError as error:
         raise ConfigError(
             f"--port: cannot listen on {config.host}:{config.port}: {error}; choose "

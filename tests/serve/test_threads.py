@@ -1,5 +1,6 @@
 """Slow work for one client does not keep the others waiting."""
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import pytest
 
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.serve.grammars.compiler import Grammars
+from jaxrl_post.serve.threads import listen
 from tests.serve.conftest import CONFIG, listening, make_served, make_tokenizer
 
 ASK = [{"role": "user", "content": "What?"}]
@@ -160,3 +162,12 @@ def test_a_text_that_is_too_long_for_sure_is_not_tokenised(slow, path, body):
         in (error["message"])
     )
     assert gate.texts == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_answer_waits_for_no_acknowledgement(host):
+    with listen(host, 0) as listener:
+        address = listener.getsockname()[:2]
+        with socket.create_connection(address), listener.accept()[0] as connection:
+            option = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert option
