@@ -73,11 +73,7 @@ class Tokens:
                 "Tokens: the arrays must be 1-D, kept 2-D, and of equal length; got "
                 f"{shapes}"
             )
-        if self.kept.shape[1]:
-            # As narrow as it may be, so that equal pieces have equal arrays.
-            most = int((self.kept >= 0).sum(axis=1).max(initial=0))
-            narrow = np.ascontiguousarray(self.kept[:, :most], np.int32)
-            object.__setattr__(self, "kept", narrow)
+        object.__setattr__(self, "kept", _narrow(self.kept))
 
     @classmethod
     def context(cls, ids: Iterable[int]) -> Tokens:
@@ -156,7 +152,12 @@ class Tokens:
         return Tokens.concatenate([self, other])
 
     def __getitem__(self, span: slice) -> Tokens:
-        return Tokens(*(getattr(self, name)[span] for name in (*_DTYPES, "kept")))
+        # A part of checked arrays needs no check, and a step takes thousands of parts.
+        part = object.__new__(Tokens)
+        for name, array in vars(self).items():
+            vars(part)[name] = array[span]
+        vars(part)["kept"] = _narrow(part.kept)
+        return part
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokens):
@@ -187,6 +188,14 @@ class Tokens:
             *(np.array(value[name], dtype) for name, dtype in _DTYPES.items()),
             kept=np.array(kept, np.int32).reshape(len(kept), most),
         )
+
+
+def _narrow(kept: np.ndarray) -> np.ndarray:
+    """Kept ids without columns of padding, so that equal pieces have equal arrays."""
+    if not kept.shape[1]:
+        return kept
+    most = int((kept >= 0).sum(axis=1).max(initial=0))
+    return np.ascontiguousarray(kept[:, :most], np.int32)
 
 
 def _no_ids(size: int) -> np.ndarray:

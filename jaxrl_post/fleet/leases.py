@@ -222,6 +222,8 @@ class Leases:
         """
         member = self.member(name, epoch)
         member.heard = now
+        if acknowledged > member.ordered:
+            self._fail(member, f"it was given {member.ordered} orders")
         member.acknowledge(acknowledged)
         if not self.held and member.ready and member.room > 0:
             self._grant(member, now)

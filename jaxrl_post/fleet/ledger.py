@@ -216,6 +216,7 @@ class Member:
         refused: digests of policies that it refused, and why.
         samples: that it draws, by lease and index, in the order of its orders.
         orders: that it has not acknowledged, with their numbers.
+        ordered: number of all its orders.
     """
 
     name: str
@@ -230,7 +231,7 @@ class Member:
     refused: dict[str, str] = field(default_factory=dict)
     samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
     orders: deque[tuple[int, Order]] = field(default_factory=deque)
-    _ordered: int = 0
+    ordered: int = 0
     # Tokens of one of its samples, and the seconds that they took.
     _tokens: float = 0.0
     _seconds: float = 0.0
@@ -260,6 +261,11 @@ class Member:
         return None
 
     @property
+    def newest(self) -> list[Sample]:
+        """Its samples, the last ones first."""
+        return list(self.samples.values())[::-1]
+
+    @property
     def measured(self) -> bool:
         """Whether it has told tokens."""
         return self._seconds > 0
@@ -274,8 +280,8 @@ class Member:
 
     def order(self, order: Order) -> None:
         """Adds an order."""
-        self._ordered += 1
-        self.orders.append((self._ordered, order))
+        self.ordered += 1
+        self.orders.append((self.ordered, order))
 
     def acknowledge(self, number: int) -> None:
         """Drops the orders up to a number."""
@@ -302,10 +308,9 @@ class Member:
             now: the time.
             usual: the pace of one that has told none so far.
         """
-        passed = max(0.0, now - self._counted) if self.samples else 0.0
-        if not self.measured:
-            return usual * MEMORY_S / (MEMORY_S + passed)
-        return self._tokens / (self._seconds + passed)
+        silent = max(0.0, now - self._counted) if self.samples else 0.0
+        pace = self._tokens / self._seconds if self.measured else usual
+        return pace * MEMORY_S / (MEMORY_S + silent)
 
 
 def member_of(name: str, epoch: int) -> str:

@@ -78,20 +78,20 @@ def late(idle: Member, members: Mapping[int, Member], now: float) -> list[Sample
 
 
 def _later(member: Member, idle: Member, now: float, usual: float) -> list[Sample]:
-    work = member.work
+    work, spare = member.work, max(0, -member.free)
     if work is None or not idle.can(work):
         return []
-    newest = list(member.samples.values())[::-1]
     pace, other = member.pace(now, usual), idle.pace(now, usual)
     if pace < SLOW * other:
         # At each move the other one must be faster by more, so that moves end.
-        moved = [each for each in newest if pace < SLOW ** (1 + each.moves) * other]
-        return sorted(moved, key=lambda sample: sample.begun)
-    if other < SLOW * pace:
+        most = [
+            each for each in member.newest if pace < SLOW ** (1 + each.moves) * other
+        ]
+        return sorted(most, key=lambda sample: sample.begun)
+    if not spare or other < SLOW * pace:
         return []
     # More than it has slots for: these wait there.
-    fresh = [each for each in newest if not (each.begun or each.moves)]
-    return fresh[: max(0, -member.free)]
+    return [each for each in member.newest if not (each.begun or each.moves)][:spare]
 
 
 def _draws(member: Member, work: Work, early: bool) -> bool:

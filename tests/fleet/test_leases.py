@@ -227,6 +227,16 @@ def test_news_that_are_missing_are_noticed():
     assert not leases.members
 
 
+def test_orders_that_were_not_given_are_not_acknowledged():
+    leases = Leases()
+    leases.submit(request(), FIRST, 1)
+    side = Side(leases, "a")
+    side.acknowledged = 1
+    with pytest.raises(UnknownSamplerError, match="was given 0 orders"):
+        side.ask()
+    assert Side(leases, "b").samples() == [(7, 0)]
+
+
 def test_alternatives_are_joined_over_samplers():
     leases = Leases()
     leases.submit(request(alternatives=True), FIRST, 1)
@@ -474,7 +484,7 @@ def test_a_pace_is_tokens_a_second_of_a_sample():
     for now in range(21, 60):
         member.count(2, 2, float(now))
     assert member.pace(59.0) == pytest.approx(1.0, abs=0.2)
-    assert member.pace(69.0) < 0.6
+    assert member.pace(69.0) == member.pace(59.0) / 2
     # While it has nothing to do it keeps its pace.
     del member.samples[1, 0]
     assert member.pace(1000.0) == member.pace(59.0)
@@ -544,8 +554,8 @@ def test_a_sampler_that_hangs_is_relieved():
     while not (moved := other.samples(now)):
         now += 0.25
     assert len(moved) == 4
-    # It has told nothing for about as long as what is known of it.
-    assert 1.5 < now < 4.0
+    # As long as paces are remembered.
+    assert 10.0 <= now < 12.0
 
 
 def test_samples_do_not_move_back_and_forth():
@@ -556,7 +566,8 @@ def test_samples_do_not_move_back_and_forth():
     for now in range(3600):
         for side in sides:
             side.ask(float(now + 1))
-    assert 3 <= leases.counts["takeovers"] <= 12
+    # The one that has it counts as half as fast after 10 s, as a quarter after 30 s ...
+    assert leases.counts["takeovers"] == 7
 
 
 def test_samplers_of_one_speed_leave_each_other_alone():
