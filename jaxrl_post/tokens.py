@@ -140,6 +140,9 @@ class Tokens:
 
     def padded_kept(self, width: int) -> np.ndarray:
         """`kept` with `width` columns, int32 [tokens, width]; at least its own."""
+        if width == self.kept.shape[1]:
+            # Nearly always, and `np.pad` takes longer than all else that joins pieces.
+            return self.kept
         return np.pad(
             self.kept,
             ((0, 0), (0, width - self.kept.shape[1])),

@@ -93,6 +93,8 @@ def hub_app(hub: Hub, key: str | None) -> Starlette:
         answer = hub.holders.ask(name, member, _listed(query.get("failed")))
         if isinstance(answer, Send):
             data = hub.catalogue.payload(name)
+            if data is None and (owner := hub.owner(name)) is not None:
+                return JSONResponse({"ask": {owner: owner}}, status_code=303)
             if data is None:
                 raise _RefusedError(404, "this payload is gone", "gone")
             hub.sent_bytes += len(data)

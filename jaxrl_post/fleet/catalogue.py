@@ -4,7 +4,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +22,13 @@ from jaxrl_post.fleet.manifest import (
     Index,
     Manifest,
     Part,
-    tiles,
 )
 
-__all__ = ["Addition", "Catalogue"]
+__all__ = ["Addition", "Catalogue", "Join"]
 
 type _Payloads = dict[str, memoryview]
+# Joins entries of this process with those of others.
+type Join = Callable[[Sequence[ArrayEntry]], Sequence[ArrayEntry]]
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ class Catalogue:
         with self._lock:
             return self._manifests.get(version)
 
+    def names(self, key: str) -> bool:
+        """Whether a version that is retained names a payload, here or elsewhere."""
+        with self._lock:
+            return any(key in each.keys for each in self._manifests.values())
+
     def payload(self, key: str) -> memoryview | None:
         """Returns the bytes of a chunk or delta; None if no version names them."""
         with self._lock:
@@ -120,6 +126,7 @@ class Catalogue:
         *,
         extra: Any = None,
         unchanged: Collection[str] = (),
+        join: Join | None = None,
     ) -> Manifest:
         """Adds a version, which readers see as a whole or not at all.
 
@@ -130,6 +137,8 @@ class Catalogue:
             extra: any JSON to be in the manifest.
             unchanged: paths of arrays that are the same as in the version before, which
                 are not hashed again, and are not in `arrays`.
+            join: joins the entries with those of other processes, each of which has
+                other parts of the arrays; None for a process that has all.
 
         Raises:
             ValueError: the version is not above the others, a path comes twice or was
@@ -147,15 +156,24 @@ class Catalogue:
                 "unchanged must have paths of the version before, got "
                 f"{sorted(unknown)}; pass their arrays"
             )
-        entries = {path: before[path] for path in unchanged}
+        entries = dict[str, ArrayEntry]()
         payloads: _Payloads = {}
         with ThreadPoolExecutor(self._threads, "catalogue") as pool:
             for path, parts in arrays:
-                if path in entries:
+                if path in entries or path in unchanged:
                     raise ValueError(f"path must come once, got {path!r} again")
                 entry, new = self._entry(pool, path, parts, before.get(path))
+                if join is None and not entry.whole:
+                    raise ValueError(
+                        f"parts of {path!r} must cover the shape {entry.shape} once, "
+                        f"got {[part.index for part in entry.parts]}; pass one replica "
+                        "of every shard"
+                    )
                 entries[path] = entry
                 payloads |= new
+        if join is not None:
+            entries = {each.path: each for each in join([*entries.values()])}
+        entries |= {path: before[path] for path in unchanged}
         manifest = Manifest.of(
             version, [entries[each] for each in sorted(entries)], extra
         )
@@ -228,7 +246,7 @@ class Catalogue:
         if key not in self._payloads:
             payloads[key] = memoryview(data.copy()).toreadonly()
         delta = None
-        if base and self._deltas:
+        if base and self._deltas and base.key in self._payloads:
             held = self._payloads[base.key]
             encoded = encode(held, data, itemsize, pack_below=self._pack_below)
             if encoded:
@@ -241,7 +259,7 @@ class Catalogue:
 def _facts(
     path: str, parts: Sequence[tuple[Index, np.ndarray]]
 ) -> tuple[tuple[int, ...], str]:
-    """Returns the shape and dtype of the array that parts tile."""
+    """Returns the shape, as far as the parts reach, and the dtype of an array."""
     dtypes = {values.dtype for _, values in parts}
     names = sorted({each.name for each in dtypes})
     if len(dtypes) != 1 or DTYPES.get(names[0]) not in dtypes:
@@ -258,9 +276,4 @@ def _facts(
     indices = [index for index, _ in parts]
     bounds = zip(*indices, strict=False)
     shape = tuple(max(stop for _, stop in each) for each in bounds)
-    if not tiles(shape, indices):
-        raise ValueError(
-            f"parts of {path!r} must cover the shape {shape} once, got {indices}; pass "
-            "one replica of every shard"
-        )
     return shape, names[0]

@@ -150,10 +150,12 @@ class TrainerClient:
                     self._held.append(key)
                     return data
                 failed.add(holder)
-            if told["wait"]:
-                if time.monotonic() > end:
-                    failed |= set(told["wait"])
-                time.sleep(AGAIN_S)
+            if time.monotonic() > end:
+                if failed.issuperset(told.get("wait", ())):
+                    raise ChunkError(f"payload {key}: nothing has sent it")
+                failed |= set(told["wait"])
+                end += HOLDER_S
+            time.sleep(AGAIN_S)
 
     def flush(self, member: str) -> None:
         """Tells which payloads this sampler has, if it has not yet."""

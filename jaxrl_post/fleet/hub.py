@@ -64,6 +64,8 @@ class Hub:
     holders: Holders = field(default_factory=Holders)
     # The samplers that have samples.
     _working: set[str] = field(default_factory=set, init=False)
+    # URLs of processes of the trainer, by the payloads that they alone have.
+    _owners: dict[str, str] = field(default_factory=dict, init=False)
     # Why the run has ended; "" before.
     ended: str = field(default="", init=False)
     # Bytes of parameters that were sent to samplers.
@@ -89,31 +91,29 @@ class Hub:
 
     # The trainer's threads.
 
-    def publish(
-        self, version: int, arrays: Any, unchanged: Sequence[str], extra: Any
-    ) -> Policy:
-        """Adds a version of the parameters, and tells the samplers of it.
+    def published(self, owners: Mapping[str, str] = {}) -> None:
+        """Tells the samplers that the catalogue has one more version.
 
         Args:
-            version: its number.
-            arrays: as `Catalogue.add` takes them.
-            unchanged: paths of arrays that are as in the version before.
-            extra: other values of the manifest.
+            owners: where other processes of the trainer serve payloads that are not in
+                this one's catalogue, by key.
         """
-        made = self.catalogue.add(version, arrays, extra=extra, unchanged=unchanged)
         with self._lock:
             self._published += 1
+            known = {key for key in self._owners if self.catalogue.names(key)}
+            self._owners = {key: self._owners[key] for key in known} | dict(owners)
         self._wake()
-        return Policy(version, made.digest)
 
     def begin(self, policy: Policy) -> int:
-        """Begins a job, wholly sampled by a policy; earlier versions are let go.
+        """Begins a job, wholly sampled by a policy.
+
+        Earlier versions are let go, but for those by which samples are still drawn.
 
         Returns:
             The job's number.
         """
-        self.catalogue.retire(policy.version)
         with self._lock:
+            self.catalogue.retire(int(min(policy.version, self.leases.oldest)))
             self._published += 1
             self.leases.forget_homes()
             job = next(self._jobs)
@@ -358,6 +358,10 @@ class Hub:
             self.holders.leave(member_of(name, epoch))
             self._lock.notify_all()
         self._wake()
+
+    def owner(self, key: str) -> str | None:
+        """Returns the URL of the trainer's process that has a payload, if not this."""
+        return self._owners.get(key)
 
     def manifest(self, digest: str) -> Manifest | None:
         """Returns the manifest of a policy; None if it is gone."""

@@ -11,7 +11,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,11 @@ __all__ = [
     "Manifest",
     "Part",
     "from_json",
+    "joined",
+    "keys_of",
     "tiles",
     "to_json",
+    "to_records",
 ]
 
 # Half-open bounds of a slice, a pair for each dimension.
@@ -122,6 +125,11 @@ class ArrayEntry:
         """Bytes of an element."""
         return DTYPES[self.dtype].itemsize
 
+    @property
+    def whole(self) -> bool:
+        """Whether the parts are disjoint and cover the array."""
+        return tiles(self.shape, [part.index for part in self.parts])
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -201,6 +209,51 @@ def to_json(manifest: Manifest) -> bytes:
         "extra": manifest.extra,
     }
     return json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
+
+
+def to_records(arrays: Sequence[ArrayEntry]) -> list[dict[str, Any]]:
+    """Returns entries as JSON values for `joined`."""
+    # As another process reads them: lists, not tuples.
+    return json.loads(json.dumps([_array_record(array) for array in arrays]))
+
+
+def keys_of(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Returns the digests of all chunks and deltas of the result of `to_records`."""
+    chunks = [
+        chunk
+        for record in records
+        for part in record["parts"]
+        for chunk in part["chunks"]
+    ]
+    deltas = {chunk["delta"]["key"] for chunk in chunks if "delta" in chunk}
+    return deltas | {chunk["key"] for chunk in chunks}
+
+
+def joined(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[ArrayEntry]:
+    """Joins the entries of processes that have parts of the same arrays.
+
+    Args:
+        everyone: the result of `to_records` of each process.
+
+    Raises:
+        ChunkError: the parts of an array overlap, or leave something out.
+    """
+    by_path: dict[str, list[Mapping[str, Any]]] = {}
+    for record in itertools.chain.from_iterable(everyone):
+        by_path.setdefault(record["path"], []).append(record)
+    whole = []
+    for path in sorted(by_path):
+        records = by_path[path]
+        parts = [part for record in records for part in record["parts"]]
+        reach = zip(*(record["shape"] for record in records), strict=True)
+        whole.append(
+            {
+                **records[0],
+                "shape": [max(each) for each in reach],
+                "parts": sorted(parts, key=lambda part: part["index"]),
+            }
+        )
+    return [_array(each, f"arrays[{i}]") for i, each in enumerate(whole)]
 
 
 def _array_record(array: ArrayEntry) -> dict[str, Any]:

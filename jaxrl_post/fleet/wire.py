@@ -1,21 +1,29 @@
 """The messages between the trainer and samplers in other processes, as bytes.
 
-A message is JSON in which arrays are raw bytes behind it: four bytes with the length of
-the JSON, the JSON, the arrays. Nothing in it is executed, and a message that is not
-whole is refused.
+A message is JSON in which arrays are raw bytes behind it, in their order: four bytes
+with the length of the JSON, the JSON, the arrays. Nothing in it is executed, and a
+message that is not whole is refused.
 """
 
-import dataclasses
+import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from jaxrl_post.fleet.leases import Grant, News, Order, Policy, Progress, Revoke
-from jaxrl_post.sampler.requests import Alternatives, Request, SamplingParams
+from jaxrl_post.fleet.orders import Grant, News, Order, Policy, Progress, Revoke
+from jaxrl_post.sampler.requests import (
+    MOST_ALTERNATIVES,
+    MOST_INT,
+    Alternatives,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
 from jaxrl_post.tokens import Tokens
 
 __all__ = [
@@ -30,9 +38,18 @@ __all__ = [
 ]
 
 _LENGTH = struct.Struct("!I")
-_DTYPES = {name: np.dtype(name) for name in ("bool", "int32", "float32")}
-# Key of the object that stands for an array.
+_DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32")}
+# The one key of the object that stands for an array.
 _ARRAY = "@"
+# Tuples of more integers are arrays, such as prompts.
+_FEW = 8
+# Written as the lists of their fields.
+_RECORDS = (Grant, Revoke, Policy, Request, SamplingParams)
+# Errors of code that reads a value which is not what it expects.
+_MISREAD = (
+    *(AttributeError, IndexError, KeyError, TypeError, ValueError),
+    *(OverflowError, RecursionError, struct.error),
+)
 
 
 class MessageError(ValueError):
@@ -40,62 +57,72 @@ class MessageError(ValueError):
 
 
 def pack(value: Any) -> bytes:
-    """Writes a JSON value with NumPy arrays (bool, int32, float32) in it.
+    """Writes a JSON value with NumPy arrays (int32, int64, float32) in it.
+
+    Raises:
+        TypeError: there is something else in it.
 
     >>> unpack(pack({"ids": np.array([3, 4], np.int32)}))["ids"].tolist()
     [3, 4]
     """
-    arrays, end = list[bytes](), 0
+    arrays = list[bytes]()
 
     def array(item: Any) -> dict[str, Any]:
-        nonlocal end
         if not isinstance(item, np.ndarray) or item.dtype.name not in _DTYPES:
             raise TypeError(f"a message holds no {type(item).__name__}")
         arrays.append(item.tobytes())
-        begin, end = end, end + item.nbytes
-        return {_ARRAY: [item.dtype.name, item.shape, begin]}
+        return {_ARRAY: [item.dtype.name, item.shape]}
 
-    head = json.dumps(value, default=array).encode()
+    head = json.dumps(value, default=array, separators=(",", ":")).encode()
     return b"".join([_LENGTH.pack(len(head)), head, *arrays])
 
 
 def unpack(data: bytes) -> Any:
-    """Reads what `pack` wrote.
+    """Reads what `pack` wrote; its arrays take no more memory than the message.
 
     Raises:
         MessageError: the message is not whole, or is no such message.
     """
-    body = memoryview(data)
+    left = memoryview(data)[_LENGTH.size :]
 
     def array(item: dict[str, Any]) -> Any:
-        if _ARRAY not in item:
+        nonlocal left
+        if item.keys() != {_ARRAY}:
             return item
-        name, shape, begin = item[_ARRAY]
-        dtype = _DTYPES[name]
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin)):
-            raise ValueError("an array's shape is not read")
-        size = math.prod(shape) * dtype.itemsize
-        part = arrays[begin : begin + size]
+        name, shape = item[_ARRAY]
+        if not all(type(n) is int and 0 <= n <= len(data) for n in shape):
+            raise ValueError(f"an array has the shape {shape}")
+        size = math.prod(shape) * _DTYPES[name].itemsize
+        part, left = left[:size], left[size:]
         if len(part) != size:
             raise ValueError("its end is missing")
-        return np.frombuffer(part, dtype).reshape(shape).copy()
+        return np.frombuffer(part, _DTYPES[name]).reshape(shape).copy()
 
-    try:
-        (size,) = _LENGTH.unpack(body[: _LENGTH.size])
-        head, arrays = (
-            body[_LENGTH.size : _LENGTH.size + size],
-            body[_LENGTH.size + size :],
-        )
+    def read() -> Any:
+        nonlocal left
+        (size,) = _LENGTH.unpack(data[: _LENGTH.size])
+        head, left = left[:size], left[size:]
         if len(head) != size:
             raise ValueError("its end is missing")
-        return json.loads(bytes(head), object_hook=array)
-    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
-        raise MessageError(f"message: cannot be read: {error}") from error
+        value = json.loads(bytes(head), object_hook=array)
+        if left:
+            raise ValueError(f"{len(left)} bytes are too many")
+        return value
+
+    return _checked(read, "message")
 
 
 def write_news(news: News) -> Any:
-    """The news of a sampler as a value for `pack`."""
-    return {**news._asdict(), "progress": [_progress_out(p) for p in news.progress]}
+    """Writes the news of a sampler as a value for `pack`.
+
+    Raises:
+        ValueError: the tokens of a sample are of several versions.
+    """
+    return {
+        **news._asdict(),
+        "refused": list(news.refused.items()),
+        "progress": _columns(news.progress) if news.progress else None,
+    }
 
 
 def read_news(value: Any) -> News:
@@ -106,20 +133,21 @@ def read_news(value: Any) -> News:
     """
 
     def read() -> News:
+        columns = value["progress"]
         return News(
-            int(value["number"]),
-            str(value["doing"]),
-            tuple(map(str, value["ready"])),
-            {str(k): str(v) for k, v in value["refused"].items()},
-            [_progress_in(each) for each in value["progress"]],
+            _read(int, value["number"]),
+            _read(str, value["doing"]),
+            _read(tuple[str, ...], value["ready"]),
+            dict(_read(tuple[tuple[str, str], ...], value["refused"])),
+            [] if columns is None else _progress(columns),
         )
 
     return _checked(read, "news")
 
 
-def write_orders(orders: list[tuple[int, Order]]) -> Any:
-    """Orders with their numbers as a value for `pack`."""
-    return [[number, _order_out(order)] for number, order in orders]
+def write_orders(orders: Sequence[tuple[int, Order]]) -> Any:
+    """Writes orders with their numbers as a value for `pack`."""
+    return [[number, type(each).__name__, _written(each)] for number, each in orders]
 
 
 def read_orders(value: Any) -> list[tuple[int, Order]]:
@@ -128,7 +156,15 @@ def read_orders(value: Any) -> list[tuple[int, Order]]:
     Raises:
         MessageError: the value holds no orders.
     """
-    return _checked(lambda: [(int(n), _order_in(o)) for n, o in value], "orders")
+    kinds = {kind.__name__: kind for kind in (Grant, Revoke)}
+
+    def read() -> list[tuple[int, Order]]:
+        return [
+            (_read(int, number), _read(kinds[_read(str, kind)], order))
+            for number, kind, order in _read(list, value)
+        ]
+
+    return _checked(read, "orders")
 
 
 def why_not_elsewhere(request: Request) -> str | None:
@@ -143,79 +179,149 @@ def why_not_elsewhere(request: Request) -> str | None:
 def _checked[Value](read: Callable[[], Value], name: str) -> Value:
     try:
         return read()
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _MISREAD as error:
         raise MessageError(
             f"{name}: cannot be read: {type(error).__name__}: {error}; is the other "
             "side of another version?"
         ) from error
 
 
-def _progress_out(progress: Progress) -> dict[str, Any]:
-    tokens, others = progress.tokens, progress.alternatives
-    version = int(tokens.versions[0]) if len(tokens) else -1
+# News: a sampler tells of hundreds of samples at a time, a few tokens of each. So they
+# are columns: all tokens are one array, and each sample is a row of numbers.
+
+
+def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
+    whole = Tokens.concatenate(each.tokens for each in progress)
+    rows = np.array(
+        [
+            (
+                each.lease,
+                each.index,
+                each.start,
+                len(each.tokens),
+                each.tokens.versions[0] if len(each.tokens) else -1,
+            )
+            for each in progress
+        ],
+        np.int64,
+    )
+    if (np.repeat(rows[:, 4], rows[:, 3]) != whole.versions).any():
+        raise ValueError("news: the tokens of a sample must be of one version")
+    asked = [at for at, each in enumerate(progress) if each.alternatives is not None]
+    others = [each.alternatives for each in progress if each.alternatives is not None]
+    # All bits, because -0.0 and NaN must come back.
+    cut = whole.log_masses.view(np.int32).any()
     return {
-        **progress._asdict(),
-        "tokens": {
-            "ids": tokens.ids,
-            "logprobs": tokens.logprobs,
-            "log_masses": tokens.log_masses,
-            "version": version,
-            "kept": tokens.kept,
-        },
-        "alternatives": None if others is None else [others.ids, others.logprobs],
+        "rows": rows,
+        "ids": whole.ids,
+        "logprobs": whole.logprobs,
+        "log_masses": whole.log_masses if cut else None,
+        "kept": whole.kept if whole.kept.size else None,
+        "asked": asked,
+        "alternatives": sum(others[1:], others[0]) if others else None,
+        "ended": [
+            (at, *each[5:])
+            for at, each in enumerate(progress)
+            if each[5:] != (None, "", False)
+        ],
     }
 
 
-def _progress_in(value: Mapping[str, Any]) -> Progress:
-    tokens, others = value["tokens"], value["alternatives"]
-    reason = value["finish_reason"]
-    if reason not in (None, "stop", "stop_string", "length", "cancelled", "failed"):
-        raise ValueError(f"finish_reason {reason!r}")
-    return Progress(
-        int(value["lease"]),
-        int(value["index"]),
-        int(value["start"]),
-        Tokens.generated(
-            _array(tokens["ids"], np.int32),
-            _array(tokens["logprobs"], np.float32),
-            version=int(tokens["version"]),
-            log_masses=_array(tokens["log_masses"], np.float32),
-            kept=_array(tokens["kept"], np.int32),
-        ),
-        None
-        if others is None
-        else Alternatives(_array(others[0], np.int32), _array(others[1], np.float32)),
-        reason,
-        str(value["error"]),
-        bool(value["refused"]),
+def _progress(columns: Mapping[str, Any]) -> list[Progress]:
+    rows = _array(columns["rows"], np.int64, 5)
+    whole = _tokens(columns, rows)
+    ends = np.cumsum(rows[:, 3]).tolist()
+    found = [
+        Progress(lease, index, start, whole[end - count : end])
+        for (lease, index, start, count, _), end in zip(
+            rows.tolist(), ends, strict=True
+        )
+    ]
+    ended = _read(tuple[tuple[int, str | None, str, bool], ...], columns["ended"])
+    for at, reason, error, refused in ended:
+        if reason not in (None, *get_args(FinishReason)) or not 0 <= at < len(found):
+            raise ValueError(f"sample {at} ended with {reason!r}")
+        found[at] = found[at]._replace(
+            finish_reason=reason, error=error, refused=refused
+        )
+    begin = 0
+    for at in _read(tuple[int, ...], columns["asked"]):
+        ids, logprobs = columns["alternatives"]
+        _array(ids, np.int32, MOST_ALTERNATIVES)
+        _array(logprobs, np.float32, MOST_ALTERNATIVES)
+        end = begin + len(found[at].tokens)
+        if at < 0 or not end <= len(ids) == len(logprobs):
+            raise ValueError(f"the alternatives of sample {at} are missing")
+        others = Alternatives(ids[begin:end], logprobs[begin:end])
+        found[at], begin = found[at]._replace(alternatives=others), end
+    return found
+
+
+def _tokens(columns: Mapping[str, Any], rows: np.ndarray) -> Tokens:
+    """The tokens of all samples, one after the other."""
+    ids, counts = _array(columns["ids"], np.int32), rows[:, 3]
+    total, masses, kept = len(ids), columns["log_masses"], columns["kept"]
+    if ((counts < 0) | (counts > total)).any() or counts.sum() != total:
+        raise ValueError(f"{total} tokens are there, others are counted")
+    return Tokens(
+        ids,
+        _array(columns["logprobs"], np.float32),
+        np.zeros(total, np.float32) if masses is None else _array(masses, np.float32),
+        np.repeat(rows[:, 4], counts).astype(np.int32),
+        np.ones(total, np.bool_),
+        np.zeros((total, 0), np.int32) if kept is None else _array(kept, np.int32, -1),
     )
 
 
-def _array(value: Any, dtype: Any) -> np.ndarray:
-    if not isinstance(value, np.ndarray) or value.dtype != dtype:
+def _array(value: Any, dtype: Any, width: int = 0) -> np.ndarray:
+    """Checks an array's dtype and shape, [n] or [n, width]; -1 for any width."""
+    shape = value.shape[1:] if isinstance(value, np.ndarray) and value.ndim else None
+    expected = (width,) if width else ()
+    if shape is None or value.dtype != dtype or len(shape) != len(expected):
         raise TypeError(f"an array of {np.dtype(dtype).name} is missing")
+    if width > 0 and shape != expected:
+        raise TypeError(f"an array must have rows of {width}; got {value.shape}")
     return value
 
 
-def _order_out(order: Order) -> dict[str, Any]:
-    if isinstance(order, Revoke):
-        return {"revoke": [order.lease, order.samples]}
-    request = dataclasses.asdict(order.request)
-    del request["constrain"]
-    request["prompt"] = np.array(order.request.prompt, np.int32)
-    return {"grant": [order.lease, order.policy, order.job, request]}
+# Orders: records, which are lists of their fields, read by their annotations.
 
 
-def _order_in(value: Mapping[str, Any]) -> Order:
-    if "revoke" in value:
-        lease, samples = value["revoke"]
-        return Revoke(int(lease), tuple(map(int, samples)))
-    lease, (version, digest), job, given = value["grant"]
-    prompt = tuple(_array(given["prompt"], np.int32).tolist())
-    sampling = SamplingParams(**{k: _tuple(v) for k, v in given["sampling"].items()})
-    request = Request(**{**given, "prompt": prompt, "sampling": sampling})
-    return Grant(int(lease), Policy(int(version), str(digest)), int(job), request)
+def _written(value: Any) -> Any:
+    if isinstance(value, _RECORDS):
+        return [_written(getattr(value, name)) for name in _fields(type(value))]
+    if isinstance(value, tuple):
+        if len(value) > _FEW and all(type(each) is int for each in value):
+            wide = max(value) > MOST_INT or min(value) < -MOST_INT
+            return np.array(value, np.int64 if wide else np.int32)
+        return [_written(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+def _read(kind: Any, value: Any) -> Any:
+    """Reads a value by the annotation that it must have."""
+    if kind in _RECORDS:
+        fields = _fields(kind)
+        if len(_read(list, value)) != len(fields):
+            raise TypeError(f"{kind.__name__} with {len(value)} fields")
+        read = map(_read, fields.values(), value)
+        return kind(**dict(zip(fields, read, strict=True)))
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _read(inner[0], value)
+    if origin is tuple:
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            value = value.tolist()
+        items = _read(list, value)
+        kinds = [inner[0]] * len(items) if inner[-1] is ... else inner
+        return tuple(_read(k, each) for k, each in zip(kinds, items, strict=True))
+    if type(value) is not kind and (kind is not float or type(value) is not int):
+        raise TypeError(f"{type(value).__name__} {value!r:.50} for {kind.__name__}")
+    return kind(value)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    """The annotations of a record's fields in their order."""
+    hints = get_type_hints(kind)
+    return {name: hint for name, hint in hints.items() if name != "constrain"}

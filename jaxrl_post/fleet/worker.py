@@ -1,18 +1,22 @@
 """Carries out a sampler's orders with its engine, one policy and one job at a time."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxrl_post.fleet.leases import Grant, Order, Progress
-from jaxrl_post.rollout.weights import Published
+import numpy as np
+
+from jaxrl_post.fleet.orders import Grant, Order, Progress
+from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import (
     Alternatives,
     Completion,
     FinishReason,
     Request,
     SampleId,
+    Unfinished,
 )
 from jaxrl_post.tokens import Tokens
 
@@ -22,10 +26,17 @@ _NONE = Tokens.context(())
 
 
 class _Running(NamedTuple):
-    """A sample in the engine: its lease, and the tokens of it that were told."""
+    """A sample in the engine.
+
+    Attributes:
+        lease: of the sample.
+        version: of the lease's policy.
+        told: number of its tokens that were told.
+    """
 
     lease: int
-    told: int
+    version: int
+    told: int = 0
 
 
 @dataclass
@@ -39,7 +50,7 @@ class Worker:
         policies: the engine with each policy, by digest.
     """
 
-    policies: dict[str, Published] = field(default_factory=dict)
+    policies: dict[str, Sampler] = field(default_factory=dict)
     # Grants that have not begun, each with the samples that are left of it.
     _queue: deque[tuple[Grant, list[int]]] = field(default_factory=deque, init=False)
     _running: dict[SampleId, _Running] = field(default_factory=dict, init=False)
@@ -61,9 +72,9 @@ class Worker:
     def needed(self) -> set[str]:
         """Digests of the policies that orders name."""
         found = {grant.policy.digest for grant, _ in self._queue}
-        return found | (
-            {self._present[0]} if self._running and self._present else set()
-        )
+        if self._running and self._present:
+            found.add(self._present[0])
+        return found
 
     def order(self, order: Order) -> None:
         """Takes an order."""
@@ -71,18 +82,19 @@ class Worker:
             first, count = order.request.first_sample, order.request.num_samples
             self._queue.append((order, list(range(first, first + count))))
             return
-        for grant, left in self._queue:
-            if grant.lease == order.lease:
-                left[:] = [index for index in left if index not in order.samples]
+        for item in [each for each in self._queue if each[0].lease == order.lease]:
+            item[1][:] = [index for index in item[1] if index not in order.samples]
+            if not item[1]:
+                self._queue.remove(item)
         stopped = [
-            each
-            for each, running in self._running.items()
-            if running.lease == order.lease and each[1] in order.samples
+            sample
+            for sample, running in self._running.items()
+            if running.lease == order.lease and sample[1] in order.samples
         ]
         if stopped:
             done = self._sampler.cancel(stopped)
-            for each in stopped:
-                del self._running[each]
+            for sample in stopped:
+                del self._running[sample]
             self._tell_ended(done)
 
     def step(self) -> list[Progress]:
@@ -104,7 +116,7 @@ class Worker:
         self._news.clear()
 
     @property
-    def _sampler(self) -> Published:
+    def _sampler(self) -> Sampler:
         assert self._present is not None, "a sample runs"
         return self.policies[self._present[0]]
 
@@ -122,66 +134,58 @@ class Worker:
                 self._present = wanted
                 self._sampler.renew()
             for part in _runs(grant.request, left):
-                try:
-                    self._sampler.submit(part)
-                except ValueError as error:
-                    indices = range(
-                        part.first_sample, part.first_sample + part.num_samples
-                    )
-                    self._tell_all(grant, indices, "failed", str(error))
-                    continue
-                for index in range(part.num_samples):
-                    sample = part.prompt_id, part.first_sample + index
-                    self._running[sample] = _Running(grant.lease, 0)
+                self._submit(grant, part)
+
+    def _submit(self, grant: Grant, part: Request) -> None:
+        indices = range(part.first_sample, part.first_sample + part.num_samples)
+        try:
+            self._sampler.submit(part)
+        except ValueError as error:
+            self._tell_all(grant, indices, "failed", str(error))
+            return
+        for index in indices:
+            running = _Running(grant.lease, grant.policy.version)
+            self._running[part.prompt_id, index] = running
 
     def _tell_all(
         self, grant: Grant, indices: Sequence[int], reason: FinishReason, why: str
     ) -> None:
+        """Tells of samples that did not begin."""
         for index in indices:
-            self._news.append(
-                Progress(grant.lease, index, 0, _NONE, None, reason, why, True)
-            )
+            self._news.append(Progress(grant.lease, index, 0, _NONE, None, reason, why))
 
     def _tell_ended(self, done: Sequence[Completion]) -> None:
         for each in done:
             running = self._running.pop((each.prompt_id, each.sample_index), None)
-            if running is None:
-                continue
-            self._news.append(
-                Progress(
-                    running.lease,
-                    each.sample_index,
-                    running.told,
-                    each.tokens[running.told :],
-                    _after(each.alternatives, running.told),
-                    each.finish_reason,
-                    each.error,
-                    each.refused,
+            if running is not None:
+                self._news.append(
+                    _progress(each, running)._replace(
+                        finish_reason=each.finish_reason,
+                        error=each.error,
+                        refused=each.refused,
+                    )
                 )
-            )
 
     def _tell_tokens(self) -> None:
         for each in self._sampler.unfinished():
             sample = each.prompt_id, each.sample_index
             running = self._running.get(sample)
-            if running is None or len(each.tokens) == running.told:
-                continue
-            self._news.append(
-                Progress(
-                    running.lease,
-                    each.sample_index,
-                    running.told,
-                    each.tokens[running.told :],
-                    _after(each.alternatives, running.told),
-                )
-            )
-            self._running[sample] = _Running(running.lease, len(each.tokens))
+            if running is not None and len(each.tokens) > running.told:
+                self._news.append(_progress(each, running))
+                self._running[sample] = running._replace(told=len(each.tokens))
 
 
-def _after(alternatives: Alternatives | None, count: int) -> Alternatives | None:
-    if alternatives is None:
-        return None
-    return Alternatives(alternatives.ids[count:], alternatives.logprobs[count:])
+def _progress(sample: Completion | Unfinished, running: _Running) -> Progress:
+    """The progress of a sample since the last time."""
+    told, others = running.told, sample.alternatives
+    new = sample.tokens[told:]
+    if len(new) and new.versions[0] != running.version:
+        # A version with the bytes of an earlier one is not opened again.
+        versions = np.full(len(new), running.version, np.int32)
+        new = dataclasses.replace(new, versions=versions)
+    if others is not None:
+        others = Alternatives(others.ids[told:], others.logprobs[told:])
+    return Progress(running.lease, sample.sample_index, told, new, others)
 
 
 def _runs(request: Request, indices: Sequence[int]) -> list[Request]:

@@ -23,7 +23,7 @@ from jaxrl_post.sharding import processes
 __all__ = ["check_same_program", "check_same_state", "locked"]
 
 # Metrics that each process measures by its own clock.
-CLOCKS = ("time/", "throughput/")
+CLOCKS = ("time/", "throughput/", "idle/", "publish/", "fleet/")
 
 
 def check_same_program(config: RunConfig) -> None:

@@ -98,12 +98,12 @@ def run_rl(
     )
     check_run(config, algorithm)
     check_metric(config, MEASURED, own=True)
-    if config.samplers and processes.count() > 1:
+    if config.own_samplers and processes.count() > 1:
         raise ConfigError(
-            f"--samplers: is for a trainer of one process; this run has "
-            f"{processes.count()}. Drop the option"
+            f"--samplers {config.samplers}: splits the devices of one process, and "
+            f"this run has {processes.count()}; take any:N, samplers in other processes"
         )
-    if config.remote_samplers:
+    if config.remote_samplers and not processes.index():
         from jaxrl_post.programs.apart.remote import check_free
 
         check_free(config.fleet)

@@ -212,7 +212,7 @@ class Channel:
             ) from None
         return frame["values"]
 
-    def _inbox(self, lane: str) -> "_Inbox":
+    def _inbox(self, lane: str) -> _Inbox:
         # One step for two threads: the one that listens, and the one that exchanges.
         return self._inboxes.setdefault(lane, queue.SimpleQueue())
 

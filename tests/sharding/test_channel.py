@@ -279,3 +279,32 @@ def _connected(address):
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_threads_exchange_in_lanes_of_their_own(group):
+    """One thread's exchanges do not wait for another's, in any process."""
+    made, behind = group(3), threading.Event()
+
+    def slow(index, channel):
+        found = [channel.exchange("a", [index, 0], deadline_s=SOON)]
+        if not index:
+            # The other lane is done before this one goes on.
+            assert behind.wait(SOON)
+        return [*found, channel.exchange("a", [index, 1], deadline_s=SOON)]
+
+    def fast(index, channel):
+        return [
+            channel.exchange(f"b{i}", index * i, deadline_s=SOON, lane="samplers")
+            for i in range(20)
+        ]
+
+    with ThreadPoolExecutor(6) as pool:
+        calls = [
+            [pool.submit(work, *pair) for pair in enumerate(made.channels)]
+            for work in (slow, fast)
+        ]
+        fasts = [call.result(SOON) for call in calls[1]]
+        behind.set()
+        slows = [call.result(SOON) for call in calls[0]]
+    assert fasts == [[[0, i, 2 * i] for i in range(20)]] * 3
+    assert slows == [[[[n, step] for n in range(3)] for step in (0, 1)]] * 3

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import ipaddress
 import os
 import secrets
 import signal
@@ -33,6 +32,7 @@ from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.models import abstract, param_specs
 from jaxrl_post.pretrained.families import read_config
+from jaxrl_post.programs.apart.address import reachable
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import SamplerLayout, bound, sampler_layout
 from jaxrl_post.rollout.weights import Published, Transfer
@@ -72,7 +72,7 @@ def follow(config: ServeConfig, *, console: Console) -> None:
             follower = _follower(config, welcome, connect, model, engine, layout, say)
             app = relay_app(follower.payload, follower.state, key)
             with serving(app, config.host, config.port, name="relay") as (url, _):
-                url = _reachable(url, config.follow)
+                url = reachable(url, urlsplit(config.follow).netloc)
                 follower.facts = {**follower.facts, "url": url}
                 say(f"sampler {follower.name} at {url}; Ctrl-C ends it")
                 follower.run(stop.is_set)
@@ -212,23 +212,6 @@ def _tokenizer(files: Mapping[str, str]) -> Tokenizer:
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-
-
-def _reachable(url: str, trainer: str) -> str:
-    """The sampler's own URL, with the address from which it reaches the trainer."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if not ipaddress.ip_address(host).is_unspecified:
-        return url
-    there = urlsplit(trainer)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the system chooses the address.
-        probe.connect((there.hostname or "localhost", there.port or 80))
-        own = probe.getsockname()[0]
-    return (
-        f"http://[{own}]:{parts.port}" if ":" in own else f"http://{own}:{parts.port}"
-    )
 
 
 @contextlib.contextmanager

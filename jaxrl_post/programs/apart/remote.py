@@ -5,9 +5,8 @@ import dataclasses
 import functools
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +24,24 @@ from jaxrl_post.extras import install
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.pretrained.families import write_config
+from jaxrl_post.programs.apart.address import reachable
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.engine import engine_sizes
 from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.rollout.events import Tell, silent
-from jaxrl_post.sampler import EngineConfig, Request
 from jaxrl_post.sampler.fitting import check_request
+from jaxrl_post.sharding import processes
 from jaxrl_post.types import PyTree
 
 try:
     from jaxrl_post.fleet import wire
-    from jaxrl_post.fleet.app import hub_app
+    from jaxrl_post.fleet.app import hub_app, relay_app
+    from jaxrl_post.fleet.catalogue import Catalogue
     from jaxrl_post.fleet.hub import Hub
     from jaxrl_post.fleet.leases import Policy
+    from jaxrl_post.fleet.manifest import ArrayEntry, joined, keys_of, to_records
     from jaxrl_post.fleet.probe import ProbeRows
-    from jaxrl_post.fleet.remote import RemoteSamplers
+    from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
     from jaxrl_post.serve.threads import serving
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -51,6 +53,8 @@ __all__ = ["Remote", "check_free", "open_remote"]
 
 # Versions that must be the same for log-probs that are equal to the last bit.
 SAME = ("jaxrl_post", "jax", "jaxlib")
+# Seconds that other processes wait for process 0 in addition to `fleet.wait_s`.
+MARGIN_S = 600.0
 
 
 @dataclass
@@ -58,25 +62,31 @@ class Remote:
     """Weights of samplers in other processes.
 
     Attributes:
-        hub: has the samplers.
+        fleet: the samplers.
+        catalogue: the parameters that samplers can fetch from this process.
+        url: where they fetch them.
         updater: has the parameters.
         layout: dtype of the samplers' parameters, and how they are quantised.
-        sizes: of a sampler, for the limits of requests.
         answering: answers the probe.
         tell: told of each version that is published, and what samplers do.
     """
 
-    hub: Hub
+    fleet: RemoteFleet
+    catalogue: Catalogue
+    url: str
     updater: Updater
     layout: SamplerLayout
-    sizes: EngineConfig
     answering: Answering
     tell: Tell = silent
-    _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     # Copies parameters to the host and makes their manifest, one version at a time.
     _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="publish"),
+        default_factory=lambda: ThreadPoolExecutor(
+            1,
+            thread_name_prefix="publish",
+            initializer=processes.enter_lane,
+            initargs=("publish",),
+        ),
         init=False,
     )
     # The last trained parameters that were published, and their policy.
@@ -88,7 +98,7 @@ class Remote:
     @property
     def unbound(self) -> RemoteSamplers:
         """The samplers without parameters, which say what fits them."""
-        return RemoteSamplers(self.hub, -1, Future(), self._fits, self._stop)
+        return RemoteSamplers(self.fleet, -1, Future())
 
     def publish(self) -> RemoteSamplers:
         """Begins to publish the current parameters; does not wait for the samplers.
@@ -114,8 +124,7 @@ class Remote:
             policy = self._thread.submit(work)
             self._last = state.params, policy
         self._spent["time/publish"] = time.perf_counter() - begin
-        version = int(state.step)
-        return RemoteSamplers(self.hub, version, policy, self._fits, self._stop)
+        return RemoteSamplers(self.fleet, int(state.step), policy)
 
     def metrics(self) -> dict[str, float]:
         """Returns what publishing took since the last call, and how many samplers are.
@@ -124,21 +133,20 @@ class Remote:
         the version before.
         """
         found, self._spent = self._spent, {}
-        sent = self.hub.sent_bytes
+        hub = self.fleet.hub
+        if hub is None:
+            return found
+        sent = hub.sent_bytes
         found["publish/bytes_moved"] = float(sent - self._sent)
         self._sent = sent
-        return found | self.hub.counts()
+        return found | hub.counts()
 
     def close(self, *, completed: bool) -> None:
         """Ends what waits for samplers; of a complete run the samplers end too."""
-        self._stop.set()
+        self.fleet.stop.set()
         self._thread.shutdown(cancel_futures=True)
-        if completed:
-            self.hub.end("the run is complete")
-
-    def _fits(self, request: Request) -> None:
-        vocab = self.updater.model.config.vocab_size
-        check_request(request, self.sizes, vocab, detokenizes=True)
+        if completed and self.fleet.hub is not None:
+            self.fleet.hub.end("the run is complete")
 
     def _catalogued(
         self, trees: Mapping[str, PyTree], version: int, extra: Any
@@ -154,8 +162,26 @@ class Remote:
         else:
             unchanged = self._base
         begin = time.perf_counter()
-        policy = self.hub.publish(version, arrays, unchanged, extra)
-        made = self.hub.catalogue.last_addition
+        owners, hub = dict[str, str](), self.fleet.hub
+
+        def join(entries: Sequence[ArrayEntry]) -> list[ArrayEntry]:
+            own = [self.url, to_records(entries)]
+            everyone = processes.exchange("parameters", own)
+            for url, records in everyone[1:]:
+                for key in keys_of(records):
+                    owners[key] = url
+            return joined([records for _, records in everyone])
+
+        manifest = self.catalogue.add(
+            version,
+            [(path, parts) for path, parts in arrays if parts],
+            extra=extra,
+            unchanged=unchanged,
+            join=join if processes.count() > 1 else None,
+        )
+        if hub is not None:
+            hub.published(owners)
+        made = self.catalogue.last_addition
         assert made is not None, "it was added"
         self.tell(
             "publish",
@@ -165,7 +191,7 @@ class Remote:
                 "seconds": round(time.perf_counter() - begin, 6),
             },
         )
-        return policy
+        return Policy(version, manifest.digest)
 
 
 def _copied(tree: PyTree) -> PyTree:
@@ -210,6 +236,9 @@ def open_remote(
 ) -> Iterator[Remote]:
     """Opens the address at which samplers in other processes join a run.
 
+    Of several processes, process 0 opens it. The others serve their parts of the
+    parameters, on any free port of the same host.
+
     Args:
         updater: has the options, the model and the parameters.
         console: for messages to the user.
@@ -220,45 +249,74 @@ def open_remote(
         ConfigError: the address is taken.
     """
     config, model = updater.config, updater.model
-    fleet, rollout = config.fleet, config.rollout
+    options, catalogue = config.fleet, Catalogue()
+    host, port = options.address
     rows = probe_rows(config, model.config.vocab_size)
-    layout, facts = sampler_layout(rollout, model), versions()
-    sizes = engine_sizes(rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
+    hub = None
+    if processes.index():
+        app, port = relay_app(catalogue.payload, dict, options.key), 0
+    else:
+        hub = _hub(config, model, rows, catalogue, should_stop)
+        app = hub_app(hub, options.key)
+        check_free(options)
+    sizes = engine_sizes(config.rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
     sizes = dataclasses.replace(sizes, exact=config.exact, kept_ids=config.kept_ids)
-
-    def tell(event: str, sampler: str, detail: str) -> None:
-        if event in ("begin", "end"):
-            remote.tell(event, {"work": "sample", "sampler": sampler})
-            return
-        remote.tell(event, {"sampler": sampler, "detail": detail})
-        style = {"short": "yellow", "leave": "yellow", "refuse": "red"}.get(event)
-        if event in ("join", "leave", "refuse", "short", "enough"):
-            named = f"sampler {sampler} {_TOLD[event]}" if sampler else "samplers"
+    vocab = model.config.vocab_size
+    fleet = RemoteFleet(
+        hub,
+        lambda request: check_request(request, sizes, vocab, detokenizes=True),
+        # Process 0 may wait so long for samplers.
+        deadline_s=options.wait_s + MARGIN_S,
+    )
+    layout = sampler_layout(config.rollout, model)
+    with serving(app, host, port, name="hub") as (url, loop):
+        shown = reachable(url, config.processes.coordinator)
+        remote = Remote(
+            fleet, catalogue, shown, updater, layout, Answering(updater, rows)
+        )
+        if hub is not None:
+            hub.attach(loop)
+            hub.tell = functools.partial(_tell, remote, console)
             console.print(
-                f"{named}: {detail}", style=style, markup=False, highlight=False
+                f"samplers join at {shown}: python -m launch.serve --follow {shown}",
+                markup=False,
+                highlight=False,
             )
+        yield remote
 
-    hub = Hub(
+
+def _hub(
+    config: RLConfig,
+    model: Model,
+    rows: ProbeRows,
+    catalogue: Catalogue,
+    should_stop: Callable[[], bool],
+) -> Hub:
+    facts, options = versions(), config.fleet
+    return Hub(
         welcome=wire.pack(_welcome(config, model, rows, facts)),
         refusal=functools.partial(_refusal, facts, exact=config.exact),
+        catalogue=catalogue,
         first=config.remote_samplers,
-        least=fleet.least,
-        wait_s=fleet.wait_s,
-        silence_s=fleet.silence_s,
+        least=options.least,
+        wait_s=options.wait_s,
+        silence_s=options.silence_s,
         should_stop=should_stop,
-        tell=tell,
     )
-    host, port = fleet.address
-    remote = Remote(hub, updater, layout, sizes, Answering(updater, rows))
-    check_free(fleet)
-    with serving(hub_app(hub, fleet.key), host, port, name="hub") as (url, loop):
-        hub.attach(loop)
-        console.print(
-            f"samplers join at {url}: python -m launch.serve --follow {url}",
-            markup=False,
-            highlight=False,
-        )
-        yield remote
+
+
+def _tell(
+    remote: Remote, console: Console, event: str, sampler: str, detail: str
+) -> None:
+    """Tells the timeline, and the user of what matters."""
+    if event in ("begin", "end"):
+        remote.tell(event, {"work": "sample", "sampler": sampler})
+        return
+    remote.tell(event, {"sampler": sampler, "detail": detail})
+    if event in _TOLD:
+        style, said = _TOLD[event]
+        named = f"sampler {sampler} {said}" if sampler else "samplers"
+        console.print(f"{named}: {detail}", style=style, markup=False, highlight=False)
 
 
 def check_free(fleet: FleetConfig) -> None:
@@ -278,7 +336,14 @@ def check_free(fleet: FleetConfig) -> None:
         ) from error
 
 
-_TOLD = {"join": "has joined", "leave": "has left", "refuse": "refused a version"}
+# Events that the user is told of, each with its style and words.
+_TOLD: dict[str, tuple[str | None, str]] = {
+    "join": (None, "has joined"),
+    "leave": ("yellow", "has left"),
+    "refuse": ("red", "refused a version"),
+    "short": ("yellow", ""),
+    "enough": (None, ""),
+}
 
 
 def _welcome(
