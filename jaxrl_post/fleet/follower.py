@@ -97,6 +97,8 @@ class Follower:
         default_factory=queue.SimpleQueue, init=False
     )
     _staged: list[_Staged] = field(default_factory=list, init=False)
+    # Digests of the versions that the engine has, or is about to try.
+    _opened: set[str] = field(default_factory=set, init=False)
     _refused: dict[str, str] = field(default_factory=dict, init=False)
     _session: _Session | None = field(default=None, init=False)
     # Guards the session, what is wanted, and what is told; notified of changes.
@@ -196,6 +198,7 @@ class Follower:
         except ProbeError as error:
             self.say(f"version {staged.policy.version}: {error}")
             with self._lock:
+                self._opened.discard(digest)
                 if staged.attempt + 1 < ATTEMPTS:
                     self._attempts[digest] = staged.attempt + 1
                 else:
@@ -209,11 +212,11 @@ class Follower:
     def _let_go(self) -> None:
         """Frees the versions that are needed no more."""
         with self._lock:
-            wanted = {policy.digest for policy in self._wanted}
-        wanted |= self._worker.needed
-        for digest in [*self._worker.policies]:
-            if digest not in wanted:
+            wanted = {policy.digest for policy in self._wanted} | self._worker.needed
+            for digest in self._worker.policies.keys() - wanted:
                 del self._worker.policies[digest]
+                # A trainer that resumes may want it again.
+                self._opened.discard(digest)
 
     def _tell(self, doing: str, progress: list[Progress]) -> None:
         ready = tuple(self._worker.policies)
@@ -370,7 +373,7 @@ class Follower:
         for policy in self._wanted:
             if policy.digest in self._refused:
                 continue
-            if policy.digest not in self.images or policy.digest in self._attempts:
+            if policy.digest not in self._opened or policy.digest in self._attempts:
                 return policy
         return None
 
@@ -406,8 +409,10 @@ class Follower:
             # The last one stays: the next deltas build on it.
             if digest not in wanted and self.images[digest] is not held:
                 del self.images[digest]
+        self.images.pop(policy.digest, None)
         self.images[policy.digest] = image
         with self._lock:
+            self._opened.add(policy.digest)
             if self._attempts.get(policy.digest) == attempt:
                 del self._attempts[policy.digest]
         self._inbox.put(_Staged(policy, sampler, answers, attempt))

@@ -5,6 +5,7 @@ import random
 import time
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxrl_post.envs import Answer, Message, Step, Task, TaskSequence, response
 
@@ -58,6 +59,26 @@ class LateCoin(Coin):
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         # From this worker's own number, so that no two processes wait alike.
         time.sleep(random.Random(f"{os.getpid()} {task.id}").uniform(0, 0.2))
+        return super().step(task, conversation)
+
+
+@dataclass(frozen=True)
+class PacedCoin(Coin):
+    """A coin that falls only while there is a file.
+
+    Attributes:
+        pace: the file.
+    """
+
+    pace: str = ""
+
+    def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
+        parent = os.getppid()
+        while not Path(self.pace).exists():
+            # Nobody waits for the worker of a trainer that was killed.
+            if os.getppid() != parent:
+                raise SystemExit
+            time.sleep(0.005)
         return super().step(task, conversation)
 
 
