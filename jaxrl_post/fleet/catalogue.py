@@ -27,7 +27,7 @@ from jaxrl_post.fleet.manifest import (
 __all__ = ["Addition", "Catalogue", "Join"]
 
 type _Payloads = dict[str, memoryview]
-# Joins entries of this process with those of others.
+# Joins entries of this process with entries of others.
 type Join = Callable[[Sequence[ArrayEntry]], Sequence[ArrayEntry]]
 
 
@@ -137,8 +137,8 @@ class Catalogue:
             extra: any JSON to be in the manifest.
             unchanged: paths of arrays that are the same as in the version before, which
                 are not hashed again, and are not in `arrays`.
-            join: joins the entries with those of other processes, each of which has
-                other parts of the arrays; None for a process that has all.
+            join: joins the entries with entries of other processes, which have other
+                parts of the arrays; None for a process that has all.
 
         Raises:
             ValueError: the version is not above the others, a path comes twice or was

@@ -22,7 +22,7 @@ NEWS_S = 0.1
 
 @dataclass
 class RemoteFleet:
-    """The samplers that a trainer reaches through its hub, in whatever version.
+    """The samplers that a trainer reaches through its hub.
 
     Of several processes of the trainer, process 0 has the hub. All make the same calls,
     and learn from it what has happened, in one order.

@@ -288,7 +288,7 @@ def test_threads_exchange_in_lanes_of_their_own(group):
     def slow(index, channel):
         found = [channel.exchange("a", [index, 0], deadline_s=SOON)]
         if not index:
-            # The other lane is done before this one goes on.
+            # The other lane is done before this one continues.
             assert behind.wait(SOON)
         return [*found, channel.exchange("a", [index, 1], deadline_s=SOON)]
 
