@@ -417,6 +417,10 @@ def test_a_prompt_goes_back_to_its_sampler_and_elsewhere_if_that_is_full_or_gone
     leases.submit(request(1, first=4), FIRST, 1)
     assert first.ask() == []
     assert third.samples() == [(1, 4)]
+    # It has no more the policy.
+    third.tell(ready=())
+    leases.submit(request(1, first=5), FIRST, 1)
+    assert Side(leases, "d", slots=8).samples() == [(1, 5)]
 
 
 def test_prompts_that_were_begun_and_lost_come_first():
@@ -448,7 +452,17 @@ def test_a_share_is_kept_for_a_while_for_who_is_about_to_be_ready():
     assert len(sides[0].samples(now=15.1)) == 4
 
 
-# Paces, and who relieves whom.
+def test_no_share_is_kept_for_who_refuses():
+    leases = Leases()
+    sides = [running(leases, name, 8, 4.0) for name in "ab"]
+    leases.submit(request(1, 4), SECOND, 2)
+    leases.submit(request(2, 4), SECOND, 2)
+    sides[1].tell(refused=("two",))
+    sides[0].tell(ready=("two",))
+    assert len(sides[0].samples(now=2.0)) == 8
+
+
+# Paces, and samples that are taken over.
 
 
 def running(leases: Leases, name: str, slots: int, pace: float, now=1.0) -> Side:
@@ -507,6 +521,26 @@ def test_a_late_sampler_gets_what_others_hold_and_have_not_begun():
     # And no more, of a sampler that is as fast.
     assert second.ask() == []
     assert Side(leases, "c").ask() == []
+
+
+def test_a_late_sampler_gets_nothing_that_was_begun():
+    leases = Leases()
+    leases.submit(request(1, 10), FIRST, 1)
+    first = Side(leases, "a", slots=8)
+    first.ask()
+    # In an order of its own.
+    first.tell(*[part(2, index, 0, 5) for index in range(2, 10)])
+    assert Side(leases, "b", slots=8).samples() == [(1, 0), (1, 1)]
+
+
+def test_a_slow_sampler_takes_nothing_from_a_fast_one():
+    leases = Leases()
+    fast, slow = running(leases, "b", 4, 40.0), running(leases, "a", 4, 2.0)
+    leases.submit(request(1, 5), FIRST, 0)
+    assert len(fast.samples(1.0)) == 5
+    assert slow.ask(1.0) == []
+    # One that is about as fast takes the sample that waits.
+    assert running(leases, "c", 4, 30.0).samples(1.0) == [(1, 4)]
 
 
 def test_a_slow_sampler_is_relieved_as_far_as_slots_are_free():

@@ -218,12 +218,12 @@ def played(seeds: range) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("block", daily(range(500), set(range(10))))
+@pytest.mark.parametrize("block", daily(range(1000), set(range(10))))
 def test_every_sample_ends_once_as_if_nothing_had_happened(block: int):
-    found = played(range(200 * block, 200 * (block + 1)))
-    least = {"ended": 800, "deaths": 30, "takeovers": 100, "moves": 10}
+    found = played(range(100 * block, 100 * (block + 1)))
+    # They are not empty: so much was survived, and more.
+    least = {"ended": 400, "deaths": 15, "takeovers": 50, "moves": 5, "stale_news": 3}
     assert all(found[name] >= count for name, count in least.items()), found
-    assert found["stale_news"] >= 5, found
 
 
 # Runs without failures: how soon they end, and what moves.
