@@ -236,10 +236,11 @@ class Follower:
             self._lock.notify_all()
         self._worker.reset()
         if session is not None and not self.ended:
-            with contextlib.suppress(AwayError, UnknownSamplerError, RuntimeError):
-                trainer = self.connect()
+            with (
+                contextlib.suppress(AwayError, UnknownSamplerError, RuntimeError),
+                contextlib.closing(self.connect()) as trainer,
+            ):
                 trainer.leave(self.name, session.epoch, why)
-                trainer.close()
         for thread in threads:
             thread.join(LONGEST_S)
 

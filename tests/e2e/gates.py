@@ -47,6 +47,12 @@ class _Message(NamedTuple):
 type Observe = Callable[[Seen, bytes], Awaitable[bytes | None]]
 
 
+async def passes(seen: Seen, raw: bytes) -> bytes:
+    """Passes every message on."""
+    del seen
+    return raw
+
+
 @dataclass
 class Gates:
     """Gates of samplers to one trainer, in a thread of their own.
@@ -58,7 +64,7 @@ class Gates:
     """
 
     port: int
-    observe: Observe
+    observe: Observe = passes
     shut: set[str] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop = field(
         default_factory=asyncio.new_event_loop, init=False
@@ -88,12 +94,17 @@ class Gates:
     def shut_out(self, sampler: str) -> None:
         """Breaks a sampler's connections until `let_in`; of this thread or another."""
         self.shut.add(sampler)
+        self.cut(sampler)
 
-        def cut() -> None:
-            for writer in self._open[sampler]:
-                writer.transport.abort()
+    def cut(self, *samplers: str) -> None:
+        """Breaks the connections of some samplers, of all if none is named."""
 
-        self._loop.call_soon_threadsafe(cut)
+        def abort() -> None:
+            for sampler in samplers or self._open:
+                for writer in self._open[sampler]:
+                    writer.transport.abort()
+
+        self._loop.call_soon_threadsafe(abort)
 
     def let_in(self, sampler: str) -> None:
         """Lets a sampler reach the trainer again."""

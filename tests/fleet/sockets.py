@@ -18,7 +18,7 @@ from jaxrl_post.fleet.hub import Hub
 from jaxrl_post.fleet.image import Image
 from jaxrl_post.fleet.leases import Policy
 from jaxrl_post.fleet.probe import ProbeAnswers, ProbeRows, ask
-from jaxrl_post.fleet.remote import RemoteSamplers
+from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request
 from jaxrl_post.serve.threads import serving
@@ -95,7 +95,7 @@ class Trainer:
             silence_s=silence_s,
             tell=lambda *told: self.told.append(told),
         )
-        self._stop, self._stack = threading.Event(), contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
         app = hub_app(self.hub, key)
         self.url, loop = self._stack.enter_context(
             serving(app, "127.0.0.1", port, name="hub")
@@ -112,12 +112,13 @@ class Trainer:
             )
             for path, leaf in leaves
         ]
+        extra = answers(seed).to_json()
+        made = self.hub.catalogue.add(version, arrays, extra=extra)
+        self.hub.published()
         policy = Future[Policy]()
-        made = self.hub.publish(version, arrays, (), answers(seed).to_json())
-        policy.set_result(made)
-        return RemoteSamplers(
-            self.hub, version, policy, lambda request: None, self._stop
-        )
+        policy.set_result(Policy(version, made.digest))
+        fleet = RemoteFleet(self.hub, lambda request: None)
+        return RemoteSamplers(fleet, version, policy)
 
     def sample(
         self,
@@ -133,7 +134,7 @@ class Trainer:
         while samplers.busy:
             meanwhile()
             done += samplers.collect()
-            assert time.monotonic() < end, (self.told, self.hub.leases.members)
+            assert time.monotonic() < end, (self.told[-20:], self.hub.leases.members)
         return _sorted(done)
 
     def close(self, why: str = "") -> None:

@@ -55,10 +55,11 @@ def test_samples_are_those_of_one_engine():
 def test_a_trainer_that_resumes_finds_samplers_that_have_its_version():
     """They let it go while the trainer had published none."""
     port = free_port()
-    trainer = Trainer(port)
-    sampler = Sampler("s0", trainer.url)
+    trainer, gates = Trainer(port), Gates(port)
+    sampler = Sampler("s0", gates.url("s0"))
     try:
         trainer.sample(trainer.publish(4, 0), requests(4))
+        gates.cut()
         trainer.close()
         trainer = Trainer(port)
         wait_for(lambda: "s0" in trainer.hub.leases.members)
@@ -67,6 +68,7 @@ def test_a_trainer_that_resumes_finds_samplers_that_have_its_version():
     finally:
         trainer.close("the run is complete")
         sampler.close()
+        gates.close()
 
 
 class DiedError(Exception):
@@ -152,6 +154,7 @@ class Chaos:
                     work = requests(version)
                     found = self.trainer.sample(samplers, work, self.meanwhile)
                 except DiedError:
+                    self.gates.cut()
                     self.trainer.close()
                     self.trainer = Trainer(self.port, silence_s=SILENCE_S)
                     continue
