@@ -94,7 +94,7 @@ class PlannedRollout:
 
 @dataclass(frozen=True)
 class PlannedNetwork:
-    """How parameters reach samplers in other processes.
+    """The network over which samplers in other processes get the parameters.
 
     Attributes:
         bytes_per_s: bytes per second that a host sends and receives.
@@ -131,6 +131,8 @@ class PlanConfig:
         mean_tokens: mean tokens of a completion; 0 for `rollout.max_tokens`. The share
             of completions with more than t tokens is then taken to be
             (1 - t / max) ** (max / mean - 1).
+        step_overhead_s: seconds of each decoding step that a count leaves out, such as
+            launches and waits between devices; in counted plans alone.
         samplers: samplers with devices of their own, as of a run: a number N of the
             topology's devices, or any:N for other processes, whose devices are part of
             the topology here. The trainer has the other devices. 0: sampling and
@@ -158,6 +160,7 @@ class PlanConfig:
     optimizer: PlannedOptimizer = field(default_factory=PlannedOptimizer)
     rollout: PlannedRollout = field(default_factory=PlannedRollout)
     mean_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    step_overhead_s: Annotated[float, NOT_NEGATIVE] = 0.0
     samplers: Annotated[int | str, ANY] = 0
     network: PlannedNetwork = field(default_factory=PlannedNetwork)
     compile: bool = True

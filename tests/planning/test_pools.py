@@ -72,7 +72,7 @@ def test_a_step_and_idle_shares_by_hand(ahead, parts, step, idle):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_the_pace_is_that_of_a_run(ahead):
-    """`rollout.ahead` step by step, of which `Pace.step` is the limit."""
+    """`Pace.step` is what a step takes of `rollout.ahead`, followed for many steps."""
     for train, sample, publish in itertools.product((1, 3, 5), (2, 4), (0, 1, 6)):
         steps, begun, sampled, trained, sent, last = 400, {}, {}, 0.0, 0.0, 0.0
         for number in range(1, steps + 1):
@@ -99,8 +99,10 @@ def test_the_best_division_is_the_fastest_that_fits():
 
 
 def test_numbers_of_samplers():
-    # 32, 16, 8, 4 of 64 devices for one side; two and one are no sampler of four.
-    assert pools.divisions(64, 4) == (1, 2, 4, 8, 12, 14, 15)
+    # Eighths of 64 devices, and 4 for one side; 2 and 1 are no sampler of four.
+    assert pools.divisions(64, 4) == (1, 2, 4, 6, 8, 10, 12, 14, 15)
+    # Three and five eighths of 16 are no pairs.
+    assert pools.divisions(16, 4) == (1, 2, 3)
 
 
 def sent(samplers: int | str, trainer: int, changed: float = 0.1) -> tuple:
@@ -109,7 +111,7 @@ def sent(samplers: int | str, trainer: int, changed: float = 0.1) -> tuple:
     number = jax.ShapeDtypeStruct(
         (100,), jnp.bfloat16, sharding=NamedSharding(mesh, P("tp"))
     )
-    # Four devices a host; links of 10 bytes a second, of which a fifth to others.
+    # Four devices a host; links of 10 bytes a second, 2 to other hosts.
     chip = Chip(1.0, 1.0, 10.0, "a page", 4, 5.0)
     network = PlannedNetwork(bytes_per_s=8.0, changed=changed)
     config = planned(samplers=samplers, network=network)
@@ -172,6 +174,16 @@ def test_each_side_is_planned_as_if_it_were_alone(divided):
         "copies": 2 * per_device_bytes(sampler.params),
         "cache": per_device_bytes(sampler.pages),
     }
+
+
+def test_each_decoding_step_takes_longer_by_what_a_count_leaves_out(divided):
+    slow = pools.divide(planned(step_overhead_s=2.0), CONFIG, MEMORY)
+    # Two bursts of twenty tokens, for each number of samplers.
+    assert [
+        after.pace.sample - before.pace.sample
+        for before, after in zip(divided, slow, strict=True)
+    ] == [2 * 20 * 2.0] * 3
+    assert slow[1].pace.train == divided[1].pace.train
 
 
 def test_in_turns_the_samplers_layout_is_on_all_devices(divided):
@@ -247,8 +259,8 @@ def test_sums_over_tp_by_hand():
     work = ModelWork(
         CONFIG, create_mesh("dp2,tp4"), DEFAULT_RULES, jnp.dtype("bfloat16")
     )
-    # Attention and MLP of two layers: four tokens of 64 values in bfloat16, of which a
-    # ring of four receives three quarters twice.
+    # Attention and MLP of two layers: four tokens of 64 values in bfloat16. A ring of
+    # four receives three quarters of them twice.
     sums = 2 * 2 * (4 * 64 * 2) * 3 / 4 * 2
     assert work.decode(8, 16, 1).received == sums
     # Twice forward and twice backward; a forward pass again lacks the last product's.

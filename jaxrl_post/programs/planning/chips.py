@@ -143,7 +143,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class NamedDevice:
-    """A device of which a mesh knows the place, and nothing is compiled for it."""
+    """A device that has a place in a mesh, and for which nothing is compiled."""
 
     id: int
     device_kind: str

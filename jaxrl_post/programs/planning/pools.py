@@ -80,7 +80,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Publication:
-    """What a sampler receives of a version.
+    """The bytes that a sampler receives when a version is published.
 
     Attributes:
         full: bytes of the whole version.
@@ -120,13 +120,16 @@ class Division:
 
 
 def divisions(devices: int, each: int) -> tuple[int, ...]:
-    """Numbers of samplers of `each` devices for which a side has 1/2, 1/4, 1/8 ...
+    """Numbers of samplers of `each` devices that are compared.
 
-    >>> divisions(16, 2), divisions(4, 4)
-    ((1, 2, 4, 6, 7), ())
+    Together they have eighths of the devices, or one side has 1/16, 1/32 ... of them.
+
+    >>> divisions(64, 4), divisions(4, 4)
+    ((1, 2, 4, 6, 8, 10, 12, 14, 15), ())
     """
     shares = {devices >> power for power in range(1, devices.bit_length())}
     sizes = shares | {devices - share for share in shares}
+    sizes |= {devices * eighths // 8 for eighths in range(1, 8)}
     return tuple(sorted(s // each for s in sizes if s % each == 0 and 0 < s < devices))
 
 
@@ -142,7 +145,7 @@ def best(found: Iterable[Division], limit: float) -> Division | None:
 
 
 def divide(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> list[Division]:
-    """The step without samplers of their own, then that of divisions of the devices.
+    """Plans a step in turns, then one for each division of the devices.
 
     Args:
         config: the options; with --samplers their division is among the results.
@@ -221,12 +224,20 @@ def publication(
 PHASES = (("empty", "accumulate", "apply"), ("prefill", "decode"), ("publish",))
 
 
-def _pace(programs: Iterable[Program], chip: Chip) -> Pace:
-    found = phases([count_program(each) for each in programs], chip)
+def _pace(
+    config: PlanConfig, chip: Chip, trainer: TrainerPlan, sampler: SamplerPlan | None
+) -> Pace:
+    made, steps = list(map(count_program, trainer.programs(()))), 0
+    if sampler is not None:
+        programs = sampler.programs(trainer.state.params, ())
+        sampled = list(map(count_program, programs))
+        bursts = sum(each.calls for each in sampled if each.name.startswith("decode"))
+        steps, made = bursts * sampler.functions.sizes.steps_per_call, made + sampled
+    found = phases(made, chip)
     train, sample, publish = (
         sum(found.get(name, 0.0) for name in names) for names in PHASES
     )
-    return Pace(train, sample, publish)
+    return Pace(train, sample + steps * config.step_overhead_s, publish)
 
 
 def _together(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Division:
@@ -234,12 +245,10 @@ def _together(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Divi
     mesh = create_mesh(config.mesh, named_devices(config.topology))
     trainer = make_trainer(config, architecture, mesh)
     sampler = make_sampler(config, architecture, mesh)
-    found, memory = [*trainer.programs(())], trainer.memory
+    memory, pace = trainer.memory, _pace(config, chip, trainer, sampler)
     if sampler is not None:
-        found += sampler.programs(trainer.state.params, ())
         pages, copies = sampler.resident
         memory |= {"copies": per_device_bytes(copies), "cache": per_device_bytes(pages)}
-    pace = _pace(found, chip)
     publish = pace.publish * _across(chip, mesh.size)
     pace = dataclasses.replace(pace, publish=publish)
     return Division(mesh.size, 0, 0, pace, (memory,))
@@ -256,9 +265,9 @@ def _apart(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Divisio
         "copies": (1 + ahead) * per_device_bytes(sampler.params),
         "cache": per_device_bytes(sampler.pages),
     }
-    found = [*trainer.programs(()), *sampler.programs(sampler.params, ())]
     sent = publication(config, sampler.params, size, chip)
-    pace = dataclasses.replace(_pace(found, chip), publish=sent.seconds, ahead=ahead)
+    pace = _pace(config, chip, trainer, sampler)
+    pace = dataclasses.replace(pace, publish=sent.seconds, ahead=ahead)
     return Division(
         size, config.num_samplers, sampler.mesh.size, pace, (training, sampling), sent
     )
@@ -300,8 +309,16 @@ def _each(config: PlanConfig) -> int:
 
 def _alike(config: PlanConfig, devices: int) -> PlanConfig:
     """The options of a sampler with the samplers' layout on the trainer's devices."""
-    axes = read_mesh(config.rollout.mesh or "dp1")
-    axes["dp"] = axes.get("dp", 1) * (devices // _each(config))
-    spec = ",".join(f"{name}{size}" for name, size in axes.items())
-    rollout = dataclasses.replace(config.rollout, mesh=spec, ahead=0)
+    rollout, times = config.rollout, devices // _each(config)
+    axes = read_mesh(rollout.mesh or "dp1")
+    axes["dp"] = axes.get("dp", 1) * times
+    rollout = dataclasses.replace(
+        rollout,
+        mesh=",".join(f"{name}{size}" for name, size in axes.items()),
+        ahead=0,
+        num_slots=min(
+            rollout.num_slots * times,
+            rollout.prompts_per_step * rollout.samples_per_prompt,
+        ),
+    )
     return dataclasses.replace(config, samplers=0, rollout=rollout)

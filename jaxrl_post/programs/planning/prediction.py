@@ -91,8 +91,8 @@ def apart_assumptions(config: PlanConfig, chip: Chip) -> tuple[str, ...]:
     return (
         "A step takes the longest of training, sampling and publishing, and at least "
         f"1/{1 + ahead} of the three together (--rollout.ahead {ahead}).",
-        "A sampler has its share of the prompts, and slots for these alone: give a run "
-        "--rollout.num-slots, or each has slots for all samples of a step.",
+        "A sampler has its share of the prompts, and without --rollout.num-slots slots "
+        "for these alone; in a run each then has slots for all samples of a step.",
         sent,
         "Today the trainer of a run with --samplers is one process, which has the "
         f"{chip.of_host} devices of one host, and so is a sampler.",

@@ -146,7 +146,11 @@ def print_divisions(found: Sequence[Division], limit: float, console: Console) -
     if not any(each.samplers for each in found):
         return
     chosen = best([each for each in found if each.samplers], limit)
-    turns = [f"{each.pace.step:.3f} s" for each in found if not each.samplers]
+    turns = [
+        f"{each.pace.step:.3f} s" + (", which does not fit" * (each.bytes > limit))
+        for each in found
+        if not each.samplers
+    ]
     if chosen is None:
         console.print("best: no division fits")
         return
