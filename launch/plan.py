@@ -1,4 +1,4 @@
-"""Whether a step fits a TPU slice, and its seconds: `python -m launch.plan`."""
+"""Whether a step fits TPUs or GPUs, and its seconds: `python -m launch.plan`."""
 
 import os
 import sys
@@ -35,8 +35,8 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 
 PROGRAM = cli.Program(
     name="launch.plan",
-    description="Compiles a step of GRPO for a TPU slice, without one, and says "
-    "whether it fits and how long it takes at best.",
+    description="Compiles a step of GRPO for a TPU slice, without one, or counts it, "
+    "for GPUs too, and says whether it fits and how long it takes at best.",
     default=lambda arguments: PlanConfig(model=tyro.MISSING, topology=tyro.MISSING),
     load=load,
 )

@@ -1,10 +1,11 @@
 """The options of `launch.plan`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE
+from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE, POSITIVE, SHARE
+from jaxrl_post.config.fleet import expected_samplers
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import (
     MomentDtype,
@@ -14,7 +15,13 @@ from jaxrl_post.config.optimizer import (
 )
 from jaxrl_post.config.rollout import CacheDtype, WeightsDtype
 
-__all__ = ["PlanConfig", "PlanError", "PlannedOptimizer", "PlannedRollout"]
+__all__ = [
+    "PlanConfig",
+    "PlanError",
+    "PlannedNetwork",
+    "PlannedOptimizer",
+    "PlannedRollout",
+]
 
 
 class PlanError(ValueError):
@@ -54,10 +61,12 @@ class PlannedRollout:
             microbatch and a sampler on other devices.
         samples_per_prompt: samples of a prompt, which form its group.
         max_prompt_tokens: tokens of every prompt.
-        max_tokens: tokens of every completion; the prediction assumes that each is this
-            long.
+        max_tokens: tokens of every completion, or of the longest with --mean-tokens.
         mesh: mesh of the sampler, on the devices of --mesh; "" for the same mesh, on
-            which the sampler uses the trainer's own arrays.
+            which the sampler uses the trainer's own arrays. With --samplers, the mesh
+            of each sampler on its own devices, one without it.
+        ahead: with --samplers, steps by which sampling is ahead of training, as in a
+            run.
         dtype: dtype of the sampler's parameters; None for --dtype.
         publish_mib: with another mesh or dtype, most MiB of parameters that are moved
             at a time.
@@ -74,12 +83,26 @@ class PlannedRollout:
     max_prompt_tokens: Annotated[int, COUNT] = 512
     max_tokens: Annotated[int, COUNT] = 1536
     mesh: str = ""
+    ahead: Annotated[int, NOT_NEGATIVE] = 0
     dtype: Literal["float32", "bfloat16"] | None = None
     publish_mib: Annotated[int, COUNT] = 1024
     cache_dtype: CacheDtype | None = None
     weights: WeightsDtype | None = None
     num_slots: Annotated[int, NOT_NEGATIVE] = 0
     steps_per_call: Annotated[int, NOT_NEGATIVE] = 0
+
+
+@dataclass(frozen=True)
+class PlannedNetwork:
+    """The network over which samplers in other processes get the parameters.
+
+    Attributes:
+        bytes_per_s: bytes per second that a host sends and receives.
+        changed: share of the parameters whose bits a step changes.
+    """
+
+    bytes_per_s: Annotated[float, POSITIVE] = 12.5e9
+    changed: Annotated[float, SHARE] = 0.02
 
 
 @dataclass(frozen=True)
@@ -90,7 +113,8 @@ class PlanConfig:
         model: a preset, such as llama-3.1-8b (`jaxrl_post.pretrained.presets`), a
             directory with a config.json, or ORG/NAME on the hub.
         revision: branch, tag or commit of a --model on the hub.
-        topology: generation and shape of the TPU slice, such as v5e:4x4 or v5p:4x4x4.
+        topology: generation and shape of the TPU slice, such as v5e:4x4 or v5p:4x4x4;
+            or h100 and a number of GPUs, such as h100:64.
         mesh: how many devices each axis of the mesh has, such as fsdp8,tp2; -1 for all
             that are left.
         rows: packed rows of a microbatch; 0 for one on each part into which the mesh
@@ -104,6 +128,19 @@ class PlanConfig:
         lora: adapter that is trained in place of the model, in float32.
         optimizer: whose state takes memory.
         rollout: samples of a step, and the sampler's layout.
+        mean_tokens: mean tokens of a completion; 0 for `rollout.max_tokens`. The share
+            of completions with more than t tokens is then taken to be
+            (1 - t / max) ** (max / mean - 1).
+        step_overhead_s: seconds of each decoding step that a count leaves out, such as
+            launches and waits between devices; in counted plans alone.
+        samplers: samplers with devices of their own, as of a run: a number N of the
+            topology's devices, or any:N for other processes, whose devices are part of
+            the topology here. The trainer has the other devices. 0: sampling and
+            training take turns.
+        network: with --samplers any:N, how parameters reach the samplers.
+        compile: compile the programs, which tells their memory and collectives. Without
+            it both are counted from shapes, in seconds and without libtpu. GPUs are
+            always counted.
         compiler_options: options of XLA, as NAME=VALUE. A run takes the same through
             LIBTPU_INIT_ARGS="--NAME=VALUE".
         json: file to which the plan is written.
@@ -122,6 +159,34 @@ class PlanConfig:
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: PlannedOptimizer = field(default_factory=PlannedOptimizer)
     rollout: PlannedRollout = field(default_factory=PlannedRollout)
+    mean_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    step_overhead_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    samplers: Annotated[int | str, ANY] = 0
+    network: PlannedNetwork = field(default_factory=PlannedNetwork)
+    compile: bool = True
     compiler_options: tuple[str, ...] = ()
     json: Path | None = None
     hlo: Path | None = None
+
+    @property
+    def num_samplers(self) -> int:
+        """Number of samplers with devices of their own.
+
+        Raises:
+            ConfigError: `samplers` cannot be read.
+        """
+        remote = expected_samplers(self.samplers)
+        return self.samplers if isinstance(self.samplers, int) else remote
+
+    @property
+    def remote(self) -> bool:
+        """Whether the samplers are in other processes."""
+        return expected_samplers(self.samplers) > 0
+
+    def with_samplers(self, count: int) -> "PlanConfig":
+        """The same plan with another number of samplers of the same kind.
+
+        >>> PlanConfig("m", "v5e:2x2", samplers="any:1").with_samplers(3).samplers
+        'any:3'
+        """
+        return replace(self, samplers=f"any:{count}" if self.remote else count)

@@ -7,10 +7,18 @@ from jax.sharding import Mesh
 
 from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.learner.model import Model
+from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.decoder import Remat
 from jaxrl_post.sharding import per_device_bytes, split_size
 from jaxrl_post.types import PyTree
 
-__all__ = ["MemoryTable", "SamplerMemory", "layout_table"]
+__all__ = [
+    "MemoryTable",
+    "SamplerMemory",
+    "activation_bytes",
+    "gradient_bytes",
+    "layout_table",
+]
 
 # Rows (what, layout, MiB per device).
 type MemoryTable = list[tuple[str, str, str]]
@@ -81,13 +89,20 @@ def layout_table(
         known.update(map(id, leaves))
         if leaves:
             table.append((name, what, f"{per_device_bytes(leaves) / 2**20:,.1f}"))
+    rules = model.rules.with_context_as_batch()
     row = f"{rows} rows" if rows > 1 else "1 row"
     shape = f"estimate: {row} of {row_tokens} tokens, remat {update.remat}"
     sums, kept = (
         f"{size / 2**20:,.1f}"
         for size in (
-            _gradient_bytes(model),
-            _activation_bytes(model, update, rows, row_tokens),
+            gradient_bytes(model.params),
+            activation_bytes(
+                model.config,
+                model.mesh,
+                tokens=rows * row_tokens // split_size("batch", model.mesh, rules),
+                remat=update.remat,
+                itemsize=model.dtype.itemsize,
+            ),
         )
     )
     table.append(("gradients", "float32 sums, and a microbatch's", sums))
@@ -99,25 +114,31 @@ def _axes(mesh: Mesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
-def _gradient_bytes(model: Model) -> int:
-    """Bytes of the summed gradients, and of a microbatch's own in the params' dtype."""
+def gradient_bytes(params: PyTree) -> int:
+    """Bytes of the summed gradients, and of a microbatch's own in the params' dtype.
+
+    Args:
+        params: trained parameters, arrays or ShapeDtypeStructs with shardings.
+    """
     return sum(
         per_device_bytes([leaf]) * (4 + leaf.dtype.itemsize) // leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(model.params)
+        for leaf in jax.tree.leaves(params)
     )
 
 
-def _activation_bytes(
-    model: Model, update: UpdateConfig, rows: int, row_tokens: int
+def activation_bytes(
+    config: ModelConfig, mesh: Mesh, *, tokens: int, remat: Remat, itemsize: int
 ) -> int:
-    """Bytes that all layers keep for the backward pass, and one layer's own pass."""
-    config, shape = model.config, model.mesh.shape
-    tokens = (
-        rows
-        * row_tokens
-        // split_size("batch", model.mesh, model.rules.with_context_as_batch())
-    )
-    hidden, inner, tp = config.hidden_size, config.intermediate_size, shape["tp"]
+    """Bytes that all layers keep for the backward pass, and one layer's own pass.
+
+    Args:
+        config: the model's config.
+        mesh: the trainer's mesh; only its shape is used.
+        tokens: of a microbatch, on a device.
+        remat: what a layer keeps.
+        itemsize: bytes of an activation.
+    """
+    hidden, inner, tp = config.hidden_size, config.intermediate_size, mesh.shape["tp"]
     heads = config.num_heads * config.head_dim
     entries = config.num_kv_heads * config.head_dim
     # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
@@ -126,6 +147,6 @@ def _activation_bytes(
         "full": hidden,
         "dots": 3 * hidden + (heads + 2 * entries + 2 * inner) // tp,
         "none": layer,
-    }[update.remat]
-    working = 0 if update.remat == "none" else layer
-    return tokens * (kept * config.num_layers + working) * model.dtype.itemsize
+    }[remat]
+    working = 0 if remat == "none" else layer
+    return tokens * (kept * config.num_layers + working) * itemsize

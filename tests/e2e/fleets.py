@@ -380,7 +380,6 @@ class Fleet:
         """Kills, stops or cuts off."""
         for name in names:
             self.made.append(Disturbed(aim.name, name, aim.how))
-            with open("/tmp/k/trace", "a") as f: print(time.time(), self.made[-1], file=f)  # DEBUG
             if aim.how == "cut":
                 self.gates.shut_out(name)
             else:
@@ -446,7 +445,6 @@ class Fleet:
     def _set_pace(self) -> None:
         """Lets answers be judged while all samplers are ready."""
         if all(each.ready for each in self.known.values()):
-            with open("/tmp/k/trace", "a") as f: self.pace.exists() or print(time.time(), "ready", file=f)  # DEBUG
             self.pace.touch()
         else:
             self.pace.unlink(missing_ok=True)

@@ -499,6 +499,13 @@ PLANS = [
         "planning/test_work.py",
     ),
     Fault(
+        "a step that samples ahead waits for all of the step before",
+        "programs/planning/pools.py::Pace.step",
+        "sum(parts) / (1 + self.ahead)",
+        "sum(parts)",
+        "planning/test_pools.py",
+    ),
+    Fault(
         "a plan samples a prompt once",
         "programs/planning/sampling.py::SamplerPlan._calls",
         "rollout.samples_per_prompt",

@@ -2,16 +2,19 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from jaxrl_post import models
 from jaxrl_post.config.plan import PlanConfig, PlannedRollout
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.build.layouts import gathered_bytes
+from jaxrl_post.programs.planning import tables
 from jaxrl_post.programs.planning.chips import CHIPS, Chip
 from jaxrl_post.programs.planning.compiling import ProgramPlan, slice_devices
 from jaxrl_post.programs.planning.prediction import assumptions, phases, times
@@ -69,6 +72,36 @@ def test_assumptions_name_the_inputs_and_the_source():
     assert "(a page)" in said
     alone = " ".join(assumptions(PlanConfig("m", "v5e:2x2"), SLOW))
     assert "A step is one microbatch" in alone
+
+
+def test_a_step_in_turns_is_printed_as_it_was(capsys):
+    console = Console(width=80, file=sys.stdout)
+    chip = Chip(1e12, 1e9, 0.5e9, "a page")
+    made = [entry("decode 64", 3, 2e12, 4e9, 1e9)]
+    tables.print_prediction(made, chip, ("One.", "Two."), console)
+    printed = capsys.readouterr().out
+    table, _, rest = printed.partition("predicted")
+    assert [" ".join(line.split()) for line in table.splitlines()] == [
+        "a step, on a device",
+        "program calls TFLOP HBM GB link GB seconds bound by",
+        "decode 64 3 6.00 12.00 3.00 12.000 memory",
+    ]
+    assert rest == ": decode 12.000 s, step 12.000 s\n- One.\n- Two.\n"
+
+
+def test_what_a_prediction_in_turns_takes_for_granted_is_as_it_was():
+    rollout = PlannedRollout(prompts_per_step=4, max_prompt_tokens=7, max_tokens=9)
+    config = PlanConfig("m", "v5e:2x2", rollout=rollout)
+    assert assumptions(config, SLOW)[1:] == (
+        "A step samples 4 prompts x 8, each of 7 prompt tokens and 9 decoded tokens.",
+        "Computation, memory and links of a program overlap completely; programs do "
+        "not overlap. No time for judging, packing or the host.",
+        "FLOPs and bytes of memory are counted from the shapes of matrix products, "
+        "attention, cache and optimizer; other operations are free.",
+        "Bytes over links are counted from the compiled collectives (publish: from "
+        "its plan), loops times their trips; a collective uses all links of a chip.",
+        "Experts are chosen at random and equally often.",
+    )
 
 
 tpu_compiler = pytest.mark.skipif(
@@ -162,3 +195,17 @@ def test_a_loop_over_layers_counts_as_its_layers(tmp_path, scan):
     last = gathered_bytes(params.layers[-1]) if scan == "--no-scan-layers" else 0
     assert received >= 3 * layers - last + 3 * tables
     assert received < 4.5 * layers + 4 * tables
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@tpu_compiler
+def test_both_pools_are_compiled(tmp_path, capsys):
+    apart = "--samplers=1", "--rollout.mesh=tp2", "--rollout.ahead=1"
+    made = planned(tmp_path, "--mesh=fsdp-1", *apart, *SAMPLED)
+    names = [each["name"].split()[0] for each in made["programs"]]
+    assert names == ["prefill", "decode", "decode", "empty", "accumulate", "apply"]
+    # One more version of the parameters stays while a sampler works.
+    for each in programs(made, "decode"):
+        assert each["beside"] == made["divisions"][1]["memory"][1]["copies"] / 2
+    assert made["prediction"] is None
+    assert "best: 1 samplers of 2, 2 devices train" in capsys.readouterr().out

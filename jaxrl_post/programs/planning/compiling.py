@@ -25,6 +25,7 @@ __all__ = [
     "ProgramPlan",
     "compile_program",
     "compiler_options",
+    "count_program",
     "slice_devices",
 ]
 
@@ -82,7 +83,7 @@ def slice_devices(topology: str) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError(
             "libtpu is not installed. It holds the compiler for TPUs and needs none: "
-            f"pip install '{_libtpu()}'"
+            f"pip install '{_libtpu()}'. Or give --no-compile"
         )
     try:
         found = topologies.get_topology_desc(topology, platform="tpu")
@@ -166,6 +167,27 @@ def compile_program(
         beside=per_device_bytes(program.beside),
         compile_seconds=round(seconds, 1),
         collectives=exchanged[:SHOWN],
+        calls=program.calls,
+        flops=None if work is None else work.flops,
+        memory_bytes=None if work is None else work.bytes,
+        link_bytes=received,
+    )
+
+
+def count_program(program: Program) -> ProgramPlan:
+    """Returns a program's work on a device; its memory is not known without compiling.
+
+    Args:
+        program: a function and the shapes of its arguments.
+    """
+    work, received = program.work, program.received
+    if received is None:
+        received = 0.0 if work is None else work.received
+    return ProgramPlan(
+        program.name,
+        *(0, 0, 0, 0, 0, 0),
+        compile_seconds=0.0,
+        collectives=(),
         calls=program.calls,
         flops=None if work is None else work.flops,
         memory_bytes=None if work is None else work.bytes,

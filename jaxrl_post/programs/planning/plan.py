@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 from rich.console import Console
@@ -18,7 +19,7 @@ from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.pretrained.tensor_files import read_json
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.planning import tables
-from jaxrl_post.programs.planning.chips import CHIPS, Chip
+from jaxrl_post.programs.planning.chips import CHIPS, Chip, named_devices
 from jaxrl_post.programs.planning.compiling import (
     DoesNotFitError,
     ProgramPlan,
@@ -26,7 +27,13 @@ from jaxrl_post.programs.planning.compiling import (
     compiler_options,
     slice_devices,
 )
-from jaxrl_post.programs.planning.prediction import assumptions, phases, times
+from jaxrl_post.programs.planning.pools import Division, apart_programs, divide
+from jaxrl_post.programs.planning.prediction import (
+    apart_assumptions,
+    assumptions,
+    phases,
+    times,
+)
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.sampling import make_sampler
 from jaxrl_post.programs.planning.training import counts, make_trainer
@@ -44,11 +51,21 @@ HBM_GIB = {
     "TPU v5": 95.73,
     "TPU v6 lite": 31.24,
     "TPU7x": 94.74,  # For one of the chip's two devices.
+    # The driver's 81,559 MiB; XLA takes 3/4 of a GPU's memory, or
+    # XLA_PYTHON_CLIENT_MEM_FRACTION.
+    "NVIDIA H100 80GB HBM3": 79.65,
 }
+# Generations that are counted always: their compiler needs one of them.
+GPUS = ("h100",)
+
+REMEDY = (
+    "use more devices, split the model over more of them (fsdp, tp, ep), or lower "
+    "--rows, --row-tokens or --rollout.num-slots"
+)
 
 
 def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
-    """Compiles the programs of a step and prints their memory and seconds.
+    """Compiles or counts the programs of a step; prints their memory and seconds.
 
     Args:
         config: the options.
@@ -63,7 +80,8 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
     check_numbers(config)
     fetched = fetch(config, console=console, weights=False)
     architecture = _architecture(fetched.config.model)
-    devices = slice_devices(config.topology)
+    counted = not config.compile or config.topology.partition(":")[0] in GPUS
+    devices = (named_devices if counted else slice_devices)(config.topology)
     kind = devices[0].device_kind
     hbm = HBM_GIB.get(kind)
     if hbm is None:
@@ -71,7 +89,7 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
             f"--topology: the memory of a {kind} is not known; "
             f"generations with a known one are {', '.join(HBM_GIB)}"
         )
-    mesh = create_mesh(config.mesh, devices)
+    planned = () if counted else _planned(config, architecture, devices)
     options = compiler_options(config.compiler_options)
     count, trained = counts(config, architecture)
     adapter = f", {trained:,} of an adapter in float32" if config.lora.rank else ""
@@ -81,10 +99,12 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
         highlight=False,
     )
     made: list[ProgramPlan] = []
-    for program in programs(config, architecture, mesh):
+    for program in planned:
         made.append(compile_program(program, options, config.hlo))
         tables.print_collectives(made[-1], console)
-    chip = CHIPS.get(kind)
+    chip, found = CHIPS.get(kind), list[Division]()
+    if chip is not None and (counted or config.num_samplers):
+        found = divide(config, architecture, chip)
     if config.json is not None:
         content = {
             "command": command,
@@ -96,15 +116,28 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
             "hbm_bytes": int(hbm * GIB),
             "total_bytes": {entry.name: entry.total for entry in made},
             "programs": [dataclasses.asdict(entry) for entry in made],
-            "prediction": _prediction(config, made, chip),
+            "prediction": None if found else _prediction(config, made, chip),
+            **({"divisions": list(map(_as_json, found))} if found else {}),
             "versions": {
-                name: importlib.metadata.version(name) for name in ("jax", "libtpu")
+                name: importlib.metadata.version(name)
+                for name in (("jax",) if counted else ("jax", "libtpu"))
             },
         }
         config.json.write_text(json.dumps(content, indent=2) + "\n")
-    if chip is not None:
+    if chip is not None and found:
+        _judge_counted(config, found, chip, hbm, console)
+    elif chip is not None:
         tables.print_prediction(made, chip, assumptions(config, chip), console)
-    _judge(made, hbm, console)
+    if made:
+        _judge(made, hbm, console)
+
+
+def _planned(
+    config: PlanConfig, architecture: ModelConfig, devices: Sequence[Any]
+) -> Iterator[Program]:
+    if config.num_samplers:
+        return apart_programs(config, architecture, devices)
+    return programs(config, architecture, create_mesh(config.mesh, devices))
 
 
 def programs(
@@ -161,14 +194,35 @@ def _prediction(
     }
 
 
+def _as_json(division: Division) -> dict[str, Any]:
+    return {**dataclasses.asdict(division), "step": division.pace.step}
+
+
+def _judge_counted(
+    config: PlanConfig,
+    found: Sequence[Division],
+    chip: Chip,
+    hbm: float,
+    console: Console,
+) -> None:
+    """Prints counted memory and seconds, and raises if what is planned does not fit."""
+    samplers = config.num_samplers
+    planned = next(each for each in found if each.samplers == samplers)
+    tables.print_pools(planned, console)
+    tables.print_divisions(found, hbm * GIB, console)
+    said = assumptions(config, chip, counted=True)
+    for sentence in (*said, *(apart_assumptions(config, chip) if samplers else ())):
+        console.print(f"- {sentence}", highlight=False)
+    if planned.bytes > hbm * GIB:
+        size = f"at least {planned.bytes / GIB:.2f} of {hbm} GiB"
+        raise DoesNotFitError(f"does not fit: {size}; {REMEDY}")
+
+
 def _judge(made: Sequence[ProgramPlan], hbm: float, console: Console) -> None:
     """Prints the memory of each program, and raises if one does not fit."""
     tables.print_memory(made, console)
     most = max(made, key=lambda entry: entry.total)
     share = f"{most.total / GIB:.2f} of {hbm} GiB in {most.name}"
     if most.total > hbm * GIB:
-        raise DoesNotFitError(
-            f"does not fit: {share}; use more devices, split the model over more of "
-            "them (fsdp, tp, ep), or lower --rows, --row-tokens or --rollout.num-slots"
-        )
+        raise DoesNotFitError(f"does not fit: {share}; {REMEDY}")
     console.print(f"fits: {share}", highlight=False)

@@ -20,7 +20,8 @@ from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.matrix import matrices
 from jaxrl_post.programs.build.engine import cache_dtype, engine_sizes
 from jaxrl_post.programs.build.layouts import same_devices
-from jaxrl_post.programs.planning.chips import Work
+from jaxrl_post.programs.planning.chips import Work, chip_of
+from jaxrl_post.programs.planning.lengths import answer_lengths
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.rollout.weights import MovedArrays, Relayout
@@ -40,7 +41,7 @@ from jaxrl_post.sharding import (
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import PyTree
 
-__all__ = ["SamplerPlan", "make_sampler"]
+__all__ = ["SamplerPlan", "make_own_sampler", "make_sampler"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ class SamplerPlan:
         sizes, split = self.functions.sizes, self.functions.split
         rollout, calls = self.config.rollout, _Calls({}, {})
         scheduler = Scheduler(sizes, split)
+        samples = rollout.samples_per_prompt
+        longest = rollout.max_tokens
+        mean = self.config.mean_tokens or longest
+        lengths = answer_lengths(rollout.prompts_per_step * samples, mean, longest)
         for prompt in range(rollout.prompts_per_step):
             # No two prompts begin alike.
             tokens = (prompt,) * rollout.max_prompt_tokens
@@ -171,7 +176,7 @@ class SamplerPlan:
                 Request(
                     prompt,
                     tokens,
-                    rollout.samples_per_prompt,
+                    samples,
                     sampling=SamplingParams(max_tokens=rollout.max_tokens),
                 )
             )
@@ -183,13 +188,16 @@ class SamplerPlan:
                 continue
             _count(calls.decode, batches.rows(burst, sizes, split))
             for sample in (sample for part in burst.rows for sample in part):
-                steps = min(sizes.steps_per_call, sample.remaining)
+                # `remaining` counts down from the most tokens that an answer may have.
+                place = sample.request.prompt_id * samples + sample.sample_index
+                left = lengths[place] - longest + sample.remaining
+                steps = min(sizes.steps_per_call, left)
                 sampled = np.zeros(steps, np.int32)
                 tokens = Tokens.generated(
                     sampled, sampled.astype(np.float32), version=0
                 )
                 scheduler.advance(sample, tokens)
-                if not sample.remaining:
+                if steps == left:
                     scheduler.release(sample)
         return calls
 
@@ -254,9 +262,48 @@ def make_sampler(
         functions,
         params,
         placed(functions.pages_shape, functions.pages_shardings),
-        ModelWork(architecture, own, rules, dtype, cached, options.weights is not None),
+        ModelWork(
+            architecture,
+            own,
+            rules,
+            dtype,
+            cached,
+            options.weights is not None,
+            chip_of(config.topology),
+        ),
         Relayout(params, group_bytes=options.publish_mib * 2**20) if moved else None,
     )
+
+
+def make_own_sampler(
+    config: PlanConfig, architecture: ModelConfig, mesh: Mesh
+) -> SamplerPlan:
+    """Makes one of --samplers from shapes, for its share of a step's prompts.
+
+    Args:
+        config: the options; without --rollout.num-slots all samples of the share decode
+            at once.
+        architecture: of the model.
+        mesh: of the sampler's own devices, which are not used.
+
+    Raises:
+        PlanError: no step is planned, or the options do not go with each other.
+        MeshError: the mesh does not go with the model.
+    """
+    rollout = config.rollout
+    share = -(-rollout.prompts_per_step // config.num_samplers)
+    own = dataclasses.replace(
+        rollout, mesh="", dtype=None, prompts_per_step=share, ahead=0
+    )
+    dtype = rollout.dtype or config.dtype
+    made = make_sampler(
+        dataclasses.replace(config, dtype=dtype, rollout=own), architecture, mesh
+    )
+    if made is None:
+        raise PlanError(
+            "--samplers: need the samples of a step; give --rollout.prompts-per-step"
+        )
+    return made
 
 
 def _alike(groups: list[MovedArrays]) -> list[list[MovedArrays]]:

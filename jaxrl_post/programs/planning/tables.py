@@ -7,9 +7,16 @@ from rich.table import Table
 
 from jaxrl_post.programs.planning.chips import Chip
 from jaxrl_post.programs.planning.compiling import ProgramPlan
+from jaxrl_post.programs.planning.pools import Division, best
 from jaxrl_post.programs.planning.prediction import phases, times
 
-__all__ = ["print_collectives", "print_memory", "print_prediction"]
+__all__ = [
+    "print_collectives",
+    "print_divisions",
+    "print_memory",
+    "print_pools",
+    "print_prediction",
+]
 
 GIB = 2**30
 
@@ -85,3 +92,72 @@ def print_prediction(
     console.print(f"predicted: {listed}", highlight=False)
     for sentence in assumed:
         console.print(f"- {sentence}", highlight=False)
+
+
+def print_pools(planned: Division, console: Console) -> None:
+    """Prints what takes the memory of the trainer's devices and of a sampler's."""
+    names = dict.fromkeys(name for pool in planned.memory for name in pool)
+    table = Table(title="GiB of a device, at least", title_justify="left", box=None)
+    pools = [f"{planned.trainer} devices", f"{planned.samplers} x {planned.each}"]
+    for name in ("", *pools[: len(planned.memory)]):
+        table.add_column(name, justify="right" if name else "left")
+    for name in names:
+        sizes = [pool.get(name, 0) / GIB for pool in planned.memory]
+        table.add_row(name, *(f"{size:.2f}" if size else "" for size in sizes))
+    totals = [sum(pool.values()) / GIB for pool in planned.memory]
+    table.add_row("total", *(f"{size:.2f}" for size in totals))
+    console.print(table)
+    sent = planned.publication
+    if sent is not None:
+        console.print(
+            f"a sampler receives {sent.full / 1e9:.2f} GB of a first version, "
+            f"{sent.update / 1e9:.2f} GB of each further one; all have it after "
+            f"{sent.seconds:.3f} s",
+            highlight=False,
+        )
+
+
+def print_divisions(found: Sequence[Division], limit: float, console: Console) -> None:
+    """Prints the seconds of divisions of the devices, and names the best.
+
+    Args:
+        found: the step without samplers of their own first, if it can be planned.
+        limit: bytes of a device.
+        console: for messages to the user.
+    """
+    table = Table(title="seconds of a step", title_justify="left", box=None)
+    table.add_column("trainer")
+    table.add_column("samplers")
+    for name in ("train", "sample", "publish", "step", "idle", "idle", "GiB"):
+        table.add_column(name, justify="right")
+    for each in found:
+        pace, shares = each.pace, ("", "")
+        if each.samplers:
+            shares = tuple(f"{share:.0%}" for share in pace.idle)
+        spent = pace.train, pace.sample, pace.publish, pace.step
+        table.add_row(
+            str(each.trainer),
+            f"{each.samplers} x {each.each}" if each.samplers else "the same",
+            *(f"{seconds:.3f}" for seconds in spent),
+            *shares,
+            f"{each.bytes / GIB:.1f}" + (" no" if each.bytes > limit else ""),
+        )
+    console.print(table)
+    if not any(each.samplers for each in found):
+        return
+    chosen = best([each for each in found if each.samplers], limit)
+    turns = [
+        f"{each.pace.step:.3f} s" + (", which does not fit" * (each.bytes > limit))
+        for each in found
+        if not each.samplers
+    ]
+    if chosen is None:
+        console.print("best: no division fits")
+        return
+    trainer, samplers = chosen.pace.idle
+    console.print(
+        f"best: {chosen.samplers} samplers of {chosen.each}, {chosen.trainer} devices "
+        f"train: {chosen.pace.step:.3f} s a step, idle {trainer:.0%} and "
+        f"{samplers:.0%}; in turns on the same devices: {(*turns, 'not planned')[0]}",
+        highlight=False,
+    )

@@ -14,19 +14,23 @@ from jaxrl_post.config.plan import PlanConfig, PlanError
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.adapters import AdaptedPolicy, lora_of
 from jaxrl_post.learner.learner import Learner
+from jaxrl_post.learner.memory import activation_bytes, gradient_bytes
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.step import Accumulator, Policy
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.adapters.lora import adapter_specs
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.spec import is_spec
-from jaxrl_post.programs.planning.chips import Work
+from jaxrl_post.programs.planning.chips import Work, chip_of
+from jaxrl_post.programs.planning.lengths import answer_lengths
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sharding import DEFAULT_RULES, per_device_bytes, placed, split_size
 from jaxrl_post.types import PyTree, TokenBatch
 
 __all__ = ["TrainerPlan", "counts", "make_trainer"]
+
+TOKEN_RULES = DEFAULT_RULES.with_context_as_batch()
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,32 @@ class TrainerPlan:
         )
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of a device by what takes them, at least.
+
+        Activations are an estimate. The vocabulary's are the gathered table, forward
+        and backward, and its whole gradient. Other gathered weights are left out.
+        """
+        policy, mesh, params = self.learner.policy, self.learner.mesh, self.state.params
+        rest = self.state.replace(params=None)  # type: ignore[attr-defined]
+        tokens = self.learner.microbatch_rows * self.config.row_tokens
+        kept = activation_bytes(
+            policy.config,
+            mesh,
+            tokens=tokens // split_size("batch", mesh, TOKEN_RULES),
+            remat=self.config.remat,
+            itemsize=jnp.dtype(self.config.dtype).itemsize,
+        )
+        tables = 0 if self.work is None else self.work.table_bytes
+        return {
+            "parameters": per_device_bytes((params, self.base)),
+            "optimizer": per_device_bytes(rest),
+            "gradients": gradient_bytes(params),
+            "activations": kept,
+            "vocabulary": tables,
+        }
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step; 1 for a train step alone."""
         rollout, size = self.config.rollout, self.learner.microbatch_rows
@@ -115,6 +145,10 @@ class TrainerPlan:
                 f"{longest}; got {self.config.row_tokens}"
             )
         rows = -(-samples // (self.config.row_tokens // longest))
+        if self.config.mean_tokens:
+            # Rows of answers of several lengths are filled.
+            tokens = samples * (rollout.max_prompt_tokens + self.config.mean_tokens)
+            rows = -(-tokens // self.config.row_tokens)
         return -(-rows // size)
 
     @property
@@ -124,7 +158,18 @@ class TrainerPlan:
         if not rollout.prompts_per_step:
             return self.learner.microbatch_rows * self.config.row_tokens
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        return samples * rollout.max_tokens / self.microbatches
+        mean = self.config.mean_tokens or rollout.max_tokens
+        return samples * mean / self.microbatches
+
+    @property
+    def seen(self) -> float | None:
+        """Keys that a token attends to, mean; None for all of its row."""
+        rollout, mean = self.config.rollout, self.config.mean_tokens
+        if not mean:
+            return None
+        answers = answer_lengths(1000, mean, rollout.max_tokens)
+        lengths = [rollout.max_prompt_tokens + answer for answer in answers]
+        return sum(each * each for each in lengths) / (2 * sum(lengths))
 
     def _accumulated(self, scored: float) -> Work | None:
         config = self.config
@@ -136,6 +181,7 @@ class TrainerPlan:
             scored,
             config.remat,
             scan=config.scan_layers,
+            seen=self.seen,
         )
 
     def _applied(self, owned: float, state_bytes: float) -> Work | None:
@@ -160,7 +206,6 @@ def make_trainer(
         MeshError: the model does not go with the mesh.
     """
     rules, dtype = DEFAULT_RULES, jnp.dtype(config.dtype)
-    tokens = rules.with_context_as_batch()
     policy = Policy(architecture, 1.0, config.remat, rules, scan=config.scan_layers)
     specs = models.param_specs(architecture)
     params = base = models.abstract(specs, dtype, mesh, rules)
@@ -193,7 +238,11 @@ def make_trainer(
         training.create(params, optimizer, layout),
         base,
         policy if predictor is None else predictor,
-        None if lora is not None else ModelWork(architecture, mesh, tokens, dtype),
+        None
+        if lora is not None
+        else ModelWork(
+            architecture, mesh, TOKEN_RULES, dtype, chip=chip_of(config.topology)
+        ),
     )
 
 

@@ -12,6 +12,10 @@ the probabilities with all values: an upper bound, since training skips the tile
 are masked. Elementwise operations are taken to be part of the products (no bytes, no
 FLOPs), and so are the scores of a tile of attention, which the compiler keeps on the
 chip.
+
+The bytes that a device receives are a ring's: of matrices that the batch's axes split,
+of sums over tp, of experts' tokens, of chunks' keys and of gradients. They are a lower
+bound, since a compiler may gather a matrix more than once.
 """
 
 import math
@@ -30,7 +34,7 @@ from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.models.matrix import INPUT_DIMS, target_name
 from jaxrl_post.models.spec import ParamSpec, is_spec
-from jaxrl_post.programs.planning.chips import NO_WORK, Work
+from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
 
 __all__ = ["ModelWork", "Product"]
@@ -64,6 +68,8 @@ class Product(NamedTuple):
         all_experts: number of experts over all devices.
         parts: parts over which the batch's mesh axes split the matrix; the parts are
             gathered before a product.
+        summed: parts over which other axes split its inputs; the products of the parts
+            are summed.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Product(NamedTuple):
     chosen: int = 0
     all_experts: int = 1
     parts: int = 1
+    summed: int = 1
 
     @property
     def size(self) -> int:
@@ -101,6 +108,7 @@ class ModelWork:
         dtype: of parameters and activations.
         cache_dtype: of the cache, as in `KVCache.zeros`; None for `dtype`.
         bytes_of_weights: whether the layers' matrices are a byte an element.
+        chip: says how many devices links join; None if they join all.
     """
 
     config: ModelConfig
@@ -109,6 +117,7 @@ class ModelWork:
     dtype: jnp.dtype
     cache_dtype: jnp.dtype | None = None
     bytes_of_weights: bool = False
+    chip: Chip | None = None
 
     def products(self) -> tuple[Product, ...]:
         """The matrices of all layers and of the head, in the order of the tree."""
@@ -148,7 +157,8 @@ class ModelWork:
         entries = own * (length + 3 * before)
         attended = Work(pairs * self._cached_pair_flops(), entries * self.cache_bytes)
         embedded = self._lookup(tokens) + self._gather(self._table())
-        return embedded + self._forward(needed, tokens) + attended
+        exchanged = self._exchanged(needed, tokens)
+        return embedded + self._forward(needed, tokens) + attended + exchanged
 
     def decode(
         self,
@@ -179,6 +189,7 @@ class ModelWork:
         step = self._lookup(local) + Work(
             pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
         )
+        step += self._exchanged(self.products(), local)
         burst = self._gather(self._table())
         for product in self.products():
             step += self._multiplied(product, local)
@@ -191,7 +202,14 @@ class ModelWork:
         return step * steps + burst + Work(0.0, copied)
 
     def accumulate(
-        self, rows: int, length: int, scored: float, remat: Remat, *, scan: bool
+        self,
+        rows: int,
+        length: int,
+        scored: float,
+        remat: Remat,
+        *,
+        scan: bool,
+        seen: float | None = None,
     ) -> Work:
         """One call of the learner's accumulate: a forward and a backward pass.
 
@@ -202,6 +220,7 @@ class ModelWork:
                 logits.
             remat: what the backward pass computes again.
             scan: whether the weights of the layers are stacked, which copies them.
+            seen: keys that a token attends to, mean; None for all of its row.
         """
         tokens = self._local(rows * length)
         layers = self._layers()
@@ -210,7 +229,7 @@ class ModelWork:
         work = self._lookup(tokens) + self._forward(layers, tokens) * (1 + 2)
         if remat == "full":
             work += self._forward(filter(self._recomputed, layers), tokens)
-        pairs = tokens * length * self._pair_flops()
+        pairs = tokens * (length if seen is None else seen) * self._pair_flops()
         # A tile's backward pass computes its scores again, for every `remat`.
         again = int(remat != "none") + int(length > TILE)
         work += Work(pairs * (1 + again + 2), 0.0)
@@ -223,7 +242,8 @@ class ModelWork:
         owned = sum(product.size / product.parts for product in self.products())
         sums = Work(0.0, 2 * 4 * (owned + self._table().size))
         tables = self._gather(self._table()) * (1 if self.config.tie_embeddings else 2)
-        return work + tables + self._scores(scored) + sums
+        received = self._learned(tokens, owned, remat)
+        return work + tables + self._scores(scored) + sums + received
 
     def tiles(self, scored: float) -> int:
         """Tiles of logits of a device, if the loss counts `scored` tokens in total."""
@@ -253,6 +273,12 @@ class ModelWork:
         size = sum(width * dtype.itemsize + beside for width in widths if width)
         parts = self._parts("kv_heads", heads)
         return heads // parts * size * self.config.num_layers
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the gathered table, for both passes, and of its float32 gradient."""
+        table = self._table()
+        return table.size * (4 + 2 * self.dtype.itemsize * (table.parts > 1))
 
     def _layers(self) -> list[Product]:
         return [p for p in self.products() if p.name != "unembedding"]
@@ -287,8 +313,54 @@ class ModelWork:
         """Reads a device's part of a matrix and writes the whole, if it is split."""
         if product.parts == 1:
             return NO_WORK
-        values = product.size * (1 + 1 / product.parts)
-        return Work(0.0, values * self._itemsize(product))
+        itemsize, other = self._itemsize(product), 1 / product.parts
+        axes = ("fsdp", "cp") if product.chosen else ("fsdp", "ep", "cp")
+        received = product.size * (1 - other) * itemsize * self.slower(*axes)
+        return Work(0.0, product.size * (1 + other) * itemsize, received)
+
+    def _exchanged(self, products: Iterable[Product], tokens: float) -> Work:
+        """Sums of the products' outputs over tp, and tokens that go to experts."""
+        received, wide = 0.0, tokens * self.config.hidden_size * self.dtype.itemsize
+        for each in products:
+            sums = 2 * (1 - 1 / each.summed) * wide
+            received += sums * self.slower("tp")
+            # Each device of ep gets all tokens, and sums what all made of its own.
+            if each.chosen and each.name.rpartition(".")[2] in ("up", "down"):
+                others = each.all_experts // each.experts - 1
+                received += others * wide * self.slower("ep")
+        return Work(0.0, 0.0, received)
+
+    def _learned(self, tokens: float, owned: float, remat: Remat) -> Work:
+        """Activations and sums of gradients that `accumulate` receives.
+
+        Args:
+            tokens: of a device.
+            owned: parameters of a device.
+            remat: as in `accumulate`.
+        """
+        layers, shape = self._layers(), self.mesh.shape
+        work = self._exchanged(layers, tokens) * 2
+        if remat == "full":
+            work += self._exchanged(filter(self._recomputed, layers), tokens)
+        # The other chunks' keys and values, forward and backward, with the gradients.
+        rounds = 2 + int(remat != "none") + 4 / self.dtype.itemsize
+        ring = (shape["cp"] - 1) * tokens * self.cache_bytes * rounds
+        summed = 2 * (1 - 1 / shape["dp"]) * owned * self.dtype.itemsize
+        received = ring * self.slower("cp") + summed * self.slower("dp")
+        return work + Work(0.0, 0.0, received)
+
+    def slower(self, *names: str) -> float:
+        """Times that a collective over axes takes longer than over links alone."""
+        if self.chip is None:
+            return 1.0
+        # Devices of a group, and how many share a host: each has a network of its own.
+        group = together = stride = 1
+        for name, size in reversed(self.mesh.shape.items()):
+            if name in names:
+                group *= size
+                together *= min(size, max(1, self.chip.of_host // stride))
+            stride *= size
+        return 1.0 if group == together else max(1.0, self.chip.slower / together)
 
     def _itemsize(self, product: Product) -> int:
         held = self.bytes_of_weights and target_name(product.name) in INPUT_DIMS
@@ -334,18 +406,18 @@ class ModelWork:
         return count if count % split else count / split
 
     def _product(self, name: str, spec: ParamSpec) -> Product:
-        shape, parts, experts = [], 1, 1
+        shape, split, parts, experts = [], [], 1, 1
         batch = self.rules.mesh_axes("batch")
         for size, axis in zip(spec.shape, spec.axes, strict=True):
             axes = dividing_axes(axis, size, self.mesh, self.rules)
             by = math.prod(self.mesh.shape[a] for a in axes)
             if axis == "experts":
                 experts = size // by
-            elif set(axes) & set(batch):
-                parts *= by
-                shape.append(size)
-            else:
-                shape.append(size // by)
+                continue
+            gathered = bool(set(axes) & set(batch))
+            parts *= by if gathered else 1
+            split.append(1 if gathered else by)
+            shape.append(size // split[-1])
         leaf, chosen, total = name.rpartition(".")[2], 0, 1
         if "experts" in spec.axes:
             assert self.config.experts is not None
@@ -355,7 +427,8 @@ class ModelWork:
             shape = [shape[1], shape[0]]
         cut = len(shape) - 1 if leaf in NARROW else 1
         inputs, outputs = math.prod(shape[:cut]), math.prod(shape[cut:])
-        return Product(name, inputs, outputs, experts, chosen, total, parts)
+        summed = math.prod(split[:cut]) if leaf in NARROW else 1
+        return Product(name, inputs, outputs, experts, chosen, total, parts, summed)
 
     def _parts(self, axis: str, size: int) -> int:
         axes = dividing_axes(axis, size, self.mesh, self.rules)
