@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE, POSITIVE, SHARE
-from jaxrl_post.config.fleet import expected_samplers
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import (
     MomentDtype,
@@ -13,7 +12,7 @@ from jaxrl_post.config.optimizer import (
     OptimizerName,
     check_optimizer,
 )
-from jaxrl_post.config.rollout import CacheDtype, WeightsDtype
+from jaxrl_post.config.rollout import CacheDtype, WeightsDtype, expected_samplers
 
 __all__ = [
     "PlanConfig",

@@ -20,13 +20,13 @@ from jaxrl_post.fleet.image import Image, stage
 from jaxrl_post.fleet.leases import (
     News,
     Order,
-    Policy,
+    PolicyVersion,
     Progress,
     UnknownSamplerError,
     member_of,
 )
 from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ProbeRows, ask
-from jaxrl_post.fleet.worker import Worker
+from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.rollout.weights import Published
 
 __all__ = ["Follower", "TrainerGoneError"]
@@ -47,7 +47,7 @@ class TrainerGoneError(ConnectionError):
 class _Staged:
     """A version whose arrays are here."""
 
-    policy: Policy
+    policy: PolicyVersion
     sampler: Published
     answers: ProbeAnswers
     attempt: int
@@ -92,7 +92,7 @@ class Follower:
     # Payloads of the version that is being fetched.
     _arriving: dict[str, memoryview] = field(default_factory=dict, init=False)
     ended: str = field(default="", init=False)
-    _worker: Worker = field(default_factory=Worker, init=False)
+    _worker: OrderWorker = field(default_factory=OrderWorker, init=False)
     _inbox: "queue.SimpleQueue[Any]" = field(
         default_factory=queue.SimpleQueue, init=False
     )
@@ -105,7 +105,7 @@ class Follower:
     _lock: threading.Condition = field(
         default_factory=threading.Condition, init=False, repr=False
     )
-    _wanted: list[Policy] = field(default_factory=list, init=False)
+    _wanted: list[PolicyVersion] = field(default_factory=list, init=False)
     # Versions to fetch again, and whether whole, by digest.
     _attempts: dict[str, int] = field(default_factory=dict, init=False)
     _doing: str = field(default="starting", init=False)
@@ -311,7 +311,7 @@ class Follower:
                 session.acknowledged = number
                 self._inbox.put(order)
         with self._lock:
-            wanted = [Policy(*each) for each in policies]
+            wanted = [PolicyVersion(*each) for each in policies]
             if wanted != self._wanted:
                 self._wanted = wanted
                 self._lock.notify_all()
@@ -369,7 +369,7 @@ class Follower:
                     self.say(f"version {policy.version}: {error}")
                     time.sleep(pause)
 
-    def _missing(self) -> Policy | None:
+    def _missing(self) -> PolicyVersion | None:
         """The oldest version that is wanted, and not here or to be fetched again."""
         for policy in self._wanted:
             if policy.digest in self._refused:
@@ -379,7 +379,11 @@ class Follower:
         return None
 
     def _fetch(
-        self, trainer: TrainerClient, policy: Policy, attempt: int, wanted: set[str]
+        self,
+        trainer: TrainerClient,
+        policy: PolicyVersion,
+        attempt: int,
+        wanted: set[str],
     ) -> None:
         manifest = trainer.manifest(policy.digest)
         held = None

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_post.fleet.catalogue import Catalogue
 from jaxrl_post.fleet.holders import Holders
-from jaxrl_post.fleet.leases import Leases, News, Order, Policy, member_of
+from jaxrl_post.fleet.leases import Leases, News, Order, PolicyVersion, member_of
 from jaxrl_post.fleet.manifest import Manifest
 from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
@@ -104,7 +104,7 @@ class Hub:
             self._owners = {key: self._owners[key] for key in known} | dict(owners)
         self._wake()
 
-    def begin(self, policy: Policy) -> int:
+    def begin(self, policy: PolicyVersion) -> int:
         """Begins a job, wholly sampled by a policy.
 
         Earlier versions are let go, but for those by which samples are still drawn.
@@ -120,7 +120,7 @@ class Hub:
         self._wake()
         return job
 
-    def ready(self, policy: Policy, wait_s: float) -> bool:
+    def ready(self, policy: PolicyVersion, wait_s: float) -> bool:
         """Whether enough samplers are ready; waits a little if they are not.
 
         Raises:
@@ -134,13 +134,13 @@ class Hub:
         self._report()
         return False
 
-    def submit(self, request: Request, policy: Policy, job: int) -> None:
+    def submit(self, request: Request, policy: PolicyVersion, job: int) -> None:
         """Queues a request."""
         with self._lock:
             self.leases.submit(request, policy, job)
         self._wake()
 
-    def collect(self, policy: Policy, wait_s: float) -> list[Completion]:
+    def collect(self, policy: PolicyVersion, wait_s: float) -> list[Completion]:
         """Returns samples that have ended; waits a little if there is no news.
 
         Raises:
@@ -193,7 +193,7 @@ class Hub:
             while self.leases.members and time.monotonic() < end:
                 self._lock.wait(0.05)
 
-    def _require(self, policy: Policy) -> bool:
+    def _require(self, policy: PolicyVersion) -> bool:
         """Whether enough samplers are ready; too few are not waited for too long."""
         with self._lock:
             members = list(self.leases.members.values())
@@ -392,7 +392,7 @@ class Hub:
         changed.set()
 
 
-def _state(member: Any, policy: Policy) -> str:
+def _state(member: Any, policy: PolicyVersion) -> str:
     if policy.digest in member.refused:
         return f"refused it: {member.refused[policy.digest]}"
     return member.doing or "has joined"

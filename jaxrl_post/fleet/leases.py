@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxrl_post.fleet.ledger import Member, Queue, Sample, Work, member_of
-from jaxrl_post.fleet.orders import Grant, News, Order, Policy, Progress, Revoke
+from jaxrl_post.fleet.orders import Grant, News, Order, PolicyVersion, Progress, Revoke
 from jaxrl_post.fleet.sharing import late, share
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 
@@ -26,7 +26,7 @@ __all__ = [
     "Leases",
     "News",
     "Order",
-    "Policy",
+    "PolicyVersion",
     "Progress",
     "Revoke",
     "UnknownSamplerError",
@@ -90,7 +90,7 @@ class Leases:
         """Whether `take` would return completions."""
         return bool(self._finished)
 
-    def submit(self, request: Request, policy: Policy, job: int) -> None:
+    def submit(self, request: Request, policy: PolicyVersion, job: int) -> None:
         """Queues the samples of a request.
 
         Raises:

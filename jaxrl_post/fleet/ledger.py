@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_post.fleet.orders import Order, Policy, Progress
+from jaxrl_post.fleet.orders import Order, PolicyVersion, Progress
 from jaxrl_post.sampler.requests import (
     Alternatives,
     Completion,
@@ -34,7 +34,7 @@ MEMORY_S = 10.0
 class Work(NamedTuple):
     """The work of an engine at a time: requests of one job, sampled by one policy."""
 
-    policy: Policy
+    policy: PolicyVersion
     job: int
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from jaxrl_post.sampler.requests import Alternatives, FinishReason, Request
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Grant", "News", "Order", "Policy", "Progress", "Revoke"]
+__all__ = ["Grant", "News", "Order", "PolicyVersion", "Progress", "Revoke"]
 
 
-class Policy(NamedTuple):
+class PolicyVersion(NamedTuple):
     """A version of the parameters: its number, and the digest of its bytes.
 
     Versions with the same bytes have the same digest.
@@ -31,7 +31,7 @@ class Grant(NamedTuple):
     """
 
     lease: int
-    policy: Policy
+    policy: PolicyVersion
     job: int
     request: Request
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.fleet.hub import Hub
-from jaxrl_post.fleet.leases import Policy
+from jaxrl_post.fleet.leases import PolicyVersion
 from jaxrl_post.fleet.wire import why_not_elsewhere
 from jaxrl_post.rollout.fleet import StoppedError
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
@@ -70,7 +70,7 @@ class RemoteSamplers:
     """
 
     def __init__(
-        self, fleet: RemoteFleet, version: int, policy: Future[Policy]
+        self, fleet: RemoteFleet, version: int, policy: Future[PolicyVersion]
     ) -> None:
         self.version = version
         self._fleet, self._policy, self._job = fleet, policy, 0

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from jaxrl_post.fleet.orders import Grant, News, Order, Policy, Progress, Revoke
+from jaxrl_post.fleet.orders import Grant, News, Order, PolicyVersion, Progress, Revoke
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     MOST_INT,
@@ -44,7 +44,7 @@ _ARRAY = "@"
 # Tuples of more integers are arrays, such as prompts.
 _FEW = 8
 # Written as the lists of their fields.
-_RECORDS = (Grant, Revoke, Policy, Request, SamplingParams)
+_RECORDS = (Grant, Revoke, PolicyVersion, Request, SamplingParams)
 # Errors of code that reads a value which is not what it expects.
 _MISREAD = (
     *(AttributeError, IndexError, KeyError, TypeError, ValueError),

@@ -20,7 +20,7 @@ from jaxrl_post.sampler.requests import (
 )
 from jaxrl_post.tokens import Tokens
 
-__all__ = ["Worker"]
+__all__ = ["OrderWorker"]
 
 _NONE = Tokens.context(())
 
@@ -40,7 +40,7 @@ class _Running(NamedTuple):
 
 
 @dataclass
-class Worker:
+class OrderWorker:
     """The orders of a sampler, and the engine with the policies that it may serve.
 
     Requests of another policy or job wait until the engine is empty: a sample is drawn

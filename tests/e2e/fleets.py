@@ -107,7 +107,7 @@ class Watched:
     def _read(self) -> None:
         # The fixture closes the stream of a process that it kills.
         with contextlib.suppress(ValueError):
-            for line in self.process.stdout:
+            for line in self.process.stdout or ():
                 self.lines.append(line.rstrip("\n"))
 
 

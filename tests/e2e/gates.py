@@ -42,8 +42,8 @@ class _Message(NamedTuple):
     raw: bytes
 
 
-# Sees a message before it is passed on; returns it, as it is or changed, or None to lose
-# it, which breaks the connection.
+# Sees a message before it is passed on; returns it, or None to lose it, which breaks
+# the connection.
 type Observe = Callable[[Seen, bytes], Awaitable[bytes | None]]
 
 
@@ -157,9 +157,7 @@ class Gates:
                 answer = await _unless_ended(there, reader)
                 if answer is None:
                     return
-                seen = seen._replace(
-                    status=int(answer.first[1]), answer=_value(answer)
-                )
+                seen = seen._replace(status=int(answer.first[1]), answer=_value(answer))
                 if (passed := await self.observe(seen, answer.raw)) is None:
                     return
                 writer.write(passed)
@@ -193,7 +191,9 @@ async def _unless_ended(
 async def _message(reader: asyncio.StreamReader) -> _Message:
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
-    fields = {name.lower(): value for name, _, value in (x.partition(":") for x in lines)}
+    fields = {
+        name.lower(): value for name, _, value in (x.partition(":") for x in lines)
+    }
     body = await reader.readexactly(int(fields.get("content-length", "0")))
     return _Message(first.split(" "), body, head + body)
 

@@ -1,7 +1,5 @@
 """Samplers in other processes: whatever dies, the run is the one of one process."""
 
-import random
-
 import pytest
 
 from tests.e2e.fleets import COMMON, Aim, Fleet, Known, alone, grants, result_of
@@ -155,7 +153,12 @@ TRAINER = (
         within_s=3.0,
     ),
     Aim("joined anew", is_told("/fleet/join"), whom="trainer", before="trainer"),
-    Aim("sampled for", lambda seen, known: bool(progress(seen)), whom="trainer", how="stop"),
+    Aim(
+        "sampled for",
+        lambda seen, known: bool(progress(seen)),
+        whom="trainer",
+        how="stop",
+    ),
 )
 
 
@@ -178,7 +181,16 @@ def assert_same(fleet: Fleet, whole) -> None:
 @pytest.mark.slow("starts a trainer twice and samplers again and again")
 def test_kills_in_every_phase_change_nothing(program, tmp_path, record_property):
     aims = [
-        TRAINER[3], SILENT[4],
+        JOINING[3],
+        FETCHING[0],
+        SAMPLING[1],
+        SAMPLING[2],
+        SILENT[4],
+        TRAINER[3],
+        SAMPLING[5],
+        TRAINER[6],
+        SAMPLING[3],
+        SILENT[0],
     ]
     steps, ahead = 16, 1
     fleet = Fleet(program, tmp_path / "run", options(steps, ahead), 2)

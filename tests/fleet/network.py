@@ -20,11 +20,11 @@ from jaxrl_post.fleet.leases import (
     Leases,
     News,
     Order,
-    Policy,
+    PolicyVersion,
     Progress,
     UnknownSamplerError,
 )
-from jaxrl_post.fleet.worker import Worker
+from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from tests.fleet.drawing import Engine, Stubborn, same, undisturbed
 
@@ -79,7 +79,7 @@ class Network:
 class Job:
     """Work of a trainer: requests that one policy samples."""
 
-    policy: Policy
+    policy: PolicyVersion
     requests: Sequence[Request]
 
 
@@ -100,12 +100,12 @@ class Trainer:
     overlap: bool = False
     leases: Leases = field(init=False)
     # The request and the policy of each sample that has not ended.
-    due: dict[SampleId, tuple[Request, Policy]] = field(default_factory=dict)
+    due: dict[SampleId, tuple[Request, PolicyVersion]] = field(default_factory=dict)
     ended: list[Completion] = field(default_factory=list)
     # When each sample ended.
     times: list[float] = field(default_factory=list)
     # Policies that samplers should have.
-    wanted: list[Policy] = field(default_factory=list)
+    wanted: list[PolicyVersion] = field(default_factory=list)
     published: int = 0
     _number: int = 0
     _starts: int = 0
@@ -144,7 +144,7 @@ class Trainer:
                 self.submit(request, job.policy)
         self.wake()
 
-    def submit(self, request: Request, policy: Policy) -> None:
+    def submit(self, request: Request, policy: PolicyVersion) -> None:
         """Submits samples of the job that was begun last."""
         self.leases.submit(request, policy, self._number)
         for index in range(request.num_samples):
@@ -310,7 +310,7 @@ class Node:
     trainer: Trainer
     name: str
     pace: float
-    worker: Worker | Stubborn
+    worker: OrderWorker | Stubborn
     slots: int
     steps: int = 2
     refuses: frozenset[str] = frozenset()

@@ -16,7 +16,7 @@ from jaxrl_post.fleet.client import TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.hub import Hub
 from jaxrl_post.fleet.image import Image
-from jaxrl_post.fleet.leases import Policy
+from jaxrl_post.fleet.leases import PolicyVersion
 from jaxrl_post.fleet.probe import ProbeAnswers, ProbeRows, ask
 from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
 from jaxrl_post.rollout.weights import Published
@@ -24,7 +24,7 @@ from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request
 from jaxrl_post.serve.threads import serving
 from tests import tiny
 
-__all__ = ["Sampler", "Trainer", "alone", "free_port", "same"]
+__all__ = ["Sampler", "Trainer", "alone", "same"]
 
 # Seconds within which anything happens, on a machine that does much else.
 PATIENCE_S = 60.0
@@ -84,7 +84,12 @@ class Trainer:
     """A hub that serves at a port."""
 
     def __init__(
-        self, port: int, *, first: int = 1, key: str | None = None, silence_s: float = 0.5
+        self,
+        port: int,
+        *,
+        first: int = 1,
+        key: str | None = None,
+        silence_s: float = 0.5,
     ) -> None:
         self.told = list[tuple[str, str, str]]()
         self.hub = Hub(
@@ -115,8 +120,8 @@ class Trainer:
         extra = answers(seed).to_json()
         made = self.hub.catalogue.add(version, arrays, extra=extra)
         self.hub.published()
-        policy = Future[Policy]()
-        policy.set_result(Policy(version, made.digest))
+        policy = Future[PolicyVersion]()
+        policy.set_result(PolicyVersion(version, made.digest))
         fleet = RemoteFleet(self.hub, lambda request: None)
         return RemoteSamplers(fleet, version, policy)
 

@@ -10,7 +10,7 @@ from jaxrl_post.fleet.leases import (
     Grant,
     Leases,
     News,
-    Policy,
+    PolicyVersion,
     Progress,
     Revoke,
     UnknownSamplerError,
@@ -24,7 +24,7 @@ from jaxrl_post.sampler.requests import (
 )
 from jaxrl_post.tokens import Tokens
 
-FIRST, SECOND = Policy(1, "one"), Policy(2, "two")
+FIRST, SECOND = PolicyVersion(1, "one"), PolicyVersion(2, "two")
 
 
 def request(prompt_id: int = 7, count: int = 1, first: int = 0, **sampling) -> Request:

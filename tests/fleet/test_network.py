@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jaxrl_post.fleet.leases import Policy
-from jaxrl_post.fleet.worker import Worker
+from jaxrl_post.fleet.leases import PolicyVersion
+from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.sampler.requests import Request, SamplingParams
 from tests.fleet.drawing import FOREIGN, HEAVY, Stubborn, length_of
 from tests.fleet.network import Job, Network, Node, Trainer
@@ -52,7 +52,7 @@ class Schedule:
             prompts = draw.sample(range(8), draw.choice((1, 1, 2, 3)))
             jobs.append(
                 Job(
-                    Policy(version, digest),
+                    PolicyVersion(version, digest),
                     [self.request(100 * version + prompt) for prompt in prompts],
                 )
             )
@@ -76,7 +76,7 @@ class Schedule:
             self.names += 1
             name = f"s{self.names}"
         slots = draw.choice((1, 2, 4))
-        worker = Worker()
+        worker = OrderWorker()
         if not good and draw.random() < 0.4:
             worker = Stubborn(slots, draw.choice((0, 5)))
         refuses = frozenset[str]()
@@ -183,7 +183,7 @@ def forget(run: Schedule) -> None:
     if node is None or not node.worker.policies:
         return
     digest = run.draw.choice(list(node.worker.policies))
-    # `Worker` is never without what it samples by.
+    # `OrderWorker` is never without what it samples by.
     if isinstance(node.worker, Stubborn) or digest not in node.worker.needed:
         del node.worker.policies[digest]
 
@@ -234,7 +234,7 @@ def heavy(jobs: int, prompts: int, size: int) -> list[Job]:
     sampling = SamplingParams(max_tokens=1024)
     return [
         Job(
-            Policy(version, f"d{version}"),
+            PolicyVersion(version, f"d{version}"),
             [
                 Request(1000 * version + prompt, (HEAVY, 2), size, 0, sampling)
                 for prompt in range(prompts)
@@ -282,7 +282,7 @@ class Calm:
             self.trainer,
             name,
             pace,
-            Worker(),
+            OrderWorker(),
             self.slots,
             steps=8,
             stage_s=0.05,
@@ -369,7 +369,7 @@ def test_samples_move_a_few_times_at_most(seed: int):
 # No deadlocks.
 
 
-def small(count: int = 6, policy: Policy = Policy(0, "d0")) -> Job:  # noqa: B008
+def small(count: int = 6, policy: PolicyVersion = PolicyVersion(0, "d0")) -> Job:  # noqa: B008
     return Job(policy, [Request(1, (1, 2), count)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_post.fleet.orders import Grant, News, Policy, Progress, Revoke
+from jaxrl_post.fleet.orders import Grant, News, PolicyVersion, Progress, Revoke
 from jaxrl_post.fleet.wire import (
     MessageError,
     pack,
@@ -119,7 +119,7 @@ def some_orders(draw: random.Random) -> list:
             num_sampled=draw.choice((0, size - 1)),
             noise_id=draw.choice((None, 0, 2**32 - 1)),
         )
-        policy = Policy(draw.randrange(2**31), draw.choice(("d", "@", "")))
+        policy = PolicyVersion(draw.randrange(2**31), draw.choice(("d", "@", "")))
         grant = Grant(draw.randrange(2**60), policy, draw.randrange(99), request)
         found.append((draw.randrange(2**50), grant))
     return found

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxrl_post.fleet.orders import Grant, Policy, Progress, Revoke
-from jaxrl_post.fleet.worker import Worker
+from jaxrl_post.fleet.orders import Grant, PolicyVersion, Progress, Revoke
+from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import Completion, Request, SamplingParams
 from tests.fleet.drawing import FOREIGN, Engine, same, undisturbed
 
-FIRST, SECOND = Policy(1, "one"), Policy(2, "two")
+FIRST, SECOND = PolicyVersion(1, "one"), PolicyVersion(2, "two")
 
 
 def request(prompt_id: int = 1, count: int = 1, first: int = 0, **more) -> Request:
@@ -17,13 +17,13 @@ def request(prompt_id: int = 1, count: int = 1, first: int = 0, **more) -> Reque
     return Request(prompt_id, (1, 2), count, first, sampling)
 
 
-def worker(slots: int = 8, steps: int = 2) -> Worker:
-    return Worker(
+def worker(slots: int = 8, steps: int = 2) -> OrderWorker:
+    return OrderWorker(
         {each.digest: Engine(*each[::-1], slots, steps) for each in (FIRST, SECOND)}
     )
 
 
-def drained(worker: Worker) -> list[Progress]:
+def drained(worker: OrderWorker) -> list[Progress]:
     """Its progress until it has nothing to do."""
     found = list[Progress]()
     while worker.busy:
@@ -69,7 +69,7 @@ def test_what_is_told_of_a_sample_is_the_sample(slots: int, asked: bool):
 def test_tokens_have_the_version_of_their_lease():
     """A version with the bytes of an earlier one has its digest, and its engine."""
     work = worker()
-    work.order(Grant(1, Policy(7, "one"), 1, request()))
+    work.order(Grant(1, PolicyVersion(7, "one"), 1, request()))
     versions = {v for each in drained(work) for v in each.tokens.versions.tolist()}
     assert versions == {7}
 

@@ -1,7 +1,7 @@
 """A version of the parameters serves only if the sampler computes what it says."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Case:
 
 
 @pytest.fixture
-def case(coin) -> Callable[..., Case]:
+def case(coin) -> Iterator[Callable[..., Case]]:
     with WorkerPool(coin.Coin(), 1) as judges:
         yield lambda *, exact: Case(coin, judges, exact=exact)
 

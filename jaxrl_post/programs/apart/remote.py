@@ -38,7 +38,7 @@ try:
     from jaxrl_post.fleet.app import hub_app, relay_app
     from jaxrl_post.fleet.catalogue import Catalogue
     from jaxrl_post.fleet.hub import Hub
-    from jaxrl_post.fleet.leases import Policy
+    from jaxrl_post.fleet.leases import PolicyVersion
     from jaxrl_post.fleet.manifest import ArrayEntry, joined, keys_of, to_records
     from jaxrl_post.fleet.probe import ProbeRows
     from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
@@ -90,7 +90,9 @@ class Remote:
         init=False,
     )
     # The last trained parameters that were published, and their policy.
-    _last: tuple[Any, "Future[Policy] | None"] = field(default=(None, None), init=False)
+    _last: tuple[Any, "Future[PolicyVersion] | None"] = field(
+        default=(None, None), init=False
+    )
     _base: tuple[str, ...] = field(default=(), init=False)
     # Bytes sent by the last call of `metrics`.
     _sent: int = field(default=0, init=False)
@@ -150,7 +152,7 @@ class Remote:
 
     def _catalogued(
         self, trees: Mapping[str, PyTree], version: int, extra: Any
-    ) -> Policy:
+    ) -> PolicyVersion:
         arrays = [
             (path, _parts(leaf))
             for name, tree in trees.items()
@@ -191,7 +193,7 @@ class Remote:
                 "seconds": round(time.perf_counter() - begin, 6),
             },
         )
-        return Policy(version, manifest.digest)
+        return PolicyVersion(version, manifest.digest)
 
 
 def _copied(tree: PyTree) -> PyTree:
