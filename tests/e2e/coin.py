@@ -75,7 +75,7 @@ class PacedCoin(Coin):
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
         parent = os.getppid()
         while not Path(self.pace).exists():
-            # Nobody waits for the worker of a trainer that was killed.
+            # No process waits for the worker of a trainer that was killed.
             if os.getppid() != parent:
                 raise SystemExit
             time.sleep(0.005)

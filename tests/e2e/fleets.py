@@ -74,7 +74,7 @@ class Watched:
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """The text that it has written so far."""
         return "\n".join(self.lines)
 
     @property
@@ -113,7 +113,7 @@ class Watched:
 
 @dataclass
 class Known:
-    """What the messages of a sampler's process have told.
+    """The messages of a sampler's process, summed up.
 
     Attributes:
         member: its name and epoch; "" before it has joined.
@@ -264,13 +264,13 @@ class Fleet:
 
     @property
     def everything(self) -> str:
-        """What all processes have written."""
+        """The texts that all processes have written."""
         parts = [*self.outputs, self.trainer.output]
         parts += [each.output for each in self.samplers.values()]
         return "\n----\n".join(parts)
 
     def disturb(self, aim: Aim) -> None:
-        """Waits for the moment of a disturbance, makes it, and lets go on after it."""
+        """Waits for the moment of a disturbance, makes it, and lets the run continue."""
         match aim.before:
             case "trainer":
                 self._now(Aim("any time", whom="trainer"), ["trainer"])
@@ -365,7 +365,7 @@ class Fleet:
         return [name for name, known in self.known.items() if known.member in held][:1]
 
     def _now(self, aim: Aim, victims: list[str]) -> None:
-        """Disturbs now, and lets go on."""
+        """Disturbs now, and lets the run continue."""
         self._fire(aim, victims)
         self._heal(aim, victims)
 
@@ -394,7 +394,7 @@ class Fleet:
         self._set_pace()
 
     def _heal(self, aim: Aim, names: list[str]) -> None:
-        """Starts again what was killed; lets what was given up go on."""
+        """Starts again what was killed; lets what was given up continue."""
         if aim.how == "kill":
             for name in names:
                 self._again(name)

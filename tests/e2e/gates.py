@@ -199,7 +199,7 @@ async def _message(reader: asyncio.StreamReader) -> _Message:
 
 
 def _value(message: _Message) -> Any:
-    """What a message says, as far as it is none of the weights."""
+    """The content of a message that carries no weights."""
     for read in (wire.unpack, json.loads):
         with contextlib.suppress(ValueError):
             return read(message.body)

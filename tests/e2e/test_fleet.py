@@ -1,4 +1,4 @@
-"""Samplers in other processes: whatever dies, the run is the one of one process."""
+"""Samplers in other processes may die at any time: the run stays the same."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def options(steps: int, ahead: int) -> tuple[str, ...]:
     return (*COMMON, f"--steps={steps}", f"--rollout.ahead={ahead}")
 
 
-# What passes.
+# Messages that pass.
 
 
 def asks(path: str):
@@ -177,6 +177,8 @@ def assert_same(fleet: Fleet, whole) -> None:
     assert found.weights == whole.weights
 
 
+# tests/fleet/test_sockets.py and test_network.py guard the same.
+@pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.slow("starts a trainer twice and samplers again and again")
 def test_kills_in_every_phase_change_nothing(program, tmp_path, record_property):

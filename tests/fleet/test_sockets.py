@@ -98,7 +98,7 @@ class Chaos:
             return None
         return raw
 
-    # What goes wrong.
+    # Faults of processes and connections.
 
     def joins(self) -> None:
         name = f"s{len(self.samplers) + len(self.ended)}"

@@ -270,9 +270,9 @@ COLLECTOR = [
 RESUME = [
     Fault(
         "a suspended answer of an agent begins again",
-        "serve/service.py::_Open._rest",
-        "(*request.prompt, *ids)",
-        "request.prompt",
+        "sampler/requests.py::Request.rest",
+        "(*self.prompt, *ids)",
+        "self.prompt",
         "serve/test_suspended.py",
     ),
     Fault(
@@ -462,7 +462,7 @@ LAYOUTS = [
     ),
     Fault(
         "the sampler gets a new base and an old adapter",
-        "programs/build/layouts.py::SamplerLayout.publish",
+        "programs/build/layouts.py::SamplerLayout.moved",
         "params, sent = self.trained(params)",
         "params, sent = self.trained(model.params)",
         "programs/test_layouts.py",
@@ -525,8 +525,8 @@ PROCESSES = [
     Fault(
         "two exchanges of other names are one",
         "sharding/channel.py::Channel._found",
-        "frame['at'] != [self._sequence, name]",
-        "frame['at'][0] != self._sequence",
+        "frame['at'] != [number, name]",
+        "frame['at'][0] != number",
         "sharding/test_channel.py",
     ),
     Fault(
