@@ -90,7 +90,7 @@ def hub_app(hub: Hub, key: str | None) -> Starlette:
         name, query = http.path_params["key"], http.query_params
         member = query.get("member", "")
         hub.holders.has(member, _listed(query.get("has")))
-        answer = hub.holders.ask(name, member, _listed(query.get("failed")))
+        answer = hub.ask(name, member, _listed(query.get("failed")))
         if isinstance(answer, Send):
             data = hub.catalogue.payload(name)
             if data is None and (owner := hub.owner(name)) is not None:

@@ -11,12 +11,12 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.fleet.catalogue import Catalogue
-from jaxrl_post.fleet.holders import Holders
+from jaxrl_post.fleet.holders import Answer, Holders
 from jaxrl_post.fleet.leases import Leases, News, Order, PolicyVersion, member_of
 from jaxrl_post.fleet.manifest import Manifest
 from jaxrl_post.rollout.collector import RolloutTimeoutError
@@ -64,6 +64,8 @@ class Hub:
     holders: Holders = field(default_factory=Holders)
     # The samplers that have samples.
     _working: set[str] = field(default_factory=set, init=False)
+    # The samplers that have asked for payloads, as `member_of` has them.
+    _asked: set[str] = field(default_factory=set, init=False)
     # URLs of processes of the trainer, by the payloads that they alone have.
     _owners: dict[str, str] = field(default_factory=dict, init=False)
     # Why the run has ended; "" before.
@@ -361,6 +363,19 @@ class Hub:
             self.holders.leave(member_of(name, epoch))
             self._lock.notify_all()
         self._wake()
+
+    def ask(self, key: str, member: str, failed: Collection[str] = ()) -> Answer:
+        """Returns where a sampler gets a payload from, as `Holders.ask`.
+
+        A sampler that was given up, in whatever way, is neither named nor waited for.
+        """
+        with self._lock:
+            members = list(self.leases.members.values())
+        joined = {member_of(each.name, each.epoch) for each in members}
+        for gone in self._asked - joined:
+            self.holders.leave(gone)
+        self._asked = self._asked & joined | {member}
+        return self.holders.ask(key, member, failed)
 
     def owner(self, key: str) -> str | None:
         """Returns the URL of the trainer's process that has a payload, if not this."""

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_post.fleet import hub as hubs
 from jaxrl_post.fleet.hub import Hub
-from jaxrl_post.fleet.leases import News
+from jaxrl_post.fleet.leases import News, PolicyVersion
 from jaxrl_post.sampler import Request, SamplingParams
 
 ARRAYS = [("w", [(((0, 4),), np.arange(4, dtype=np.float32))])]
@@ -42,7 +42,8 @@ def test_a_sampler_that_gets_ready_later_is_given_what_waits(hub):
 
     async def run():
         hub.attach(asyncio.get_running_loop())
-        policy = hub.publish(0, ARRAYS, (), None)
+        policy = PolicyVersion(0, hub.catalogue.add(0, ARRAYS).digest)
+        hub.published()
         first, later = (hub.join(facts(name)) for name in ("first", "later"))
         hub.hear("first", first, News(1, ready=(policy.digest,)))
         job = hub.begin(policy)
