@@ -257,8 +257,9 @@ class Hub:
         Raises:
             ValueError: why it may not join.
         """
-        if why := self.ended or self.refusal(facts):
+        if why := self.refusal(facts):
             raise ValueError(why)
+        # Also when the run is over: its first request for orders is told so.
         name, slots = str(facts["name"]), int(facts["slots"])
         with self._lock:
             return self.leases.join(name, str(facts["url"]), slots, time.monotonic())

@@ -71,6 +71,18 @@ def test_a_trainer_that_resumes_finds_samplers_that_have_its_version():
         gates.close()
 
 
+def test_a_sampler_that_joins_as_the_run_ends_ends_well():
+    trainer = Trainer(free_port())
+    trainer.hub.ended = "the run is complete"
+    sampler = Sampler("s0", trainer.url)
+    try:
+        wait_for(lambda: sampler.follower.ended == "the run is complete")
+    finally:
+        sampler.close()
+        trainer.close()
+    assert sampler.error is None
+
+
 class DiedError(Exception):
     """The trainer dies."""
 
