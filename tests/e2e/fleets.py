@@ -270,7 +270,7 @@ class Fleet:
         return "\n----\n".join(parts)
 
     def disturb(self, aim: Aim) -> None:
-        """Waits for the moment of a disturbance, makes it, and lets the run continue."""
+        """Waits for the moment of a disturbance and makes it; the run continues."""
         match aim.before:
             case "trainer":
                 self._now(Aim("any time", whom="trainer"), ["trainer"])

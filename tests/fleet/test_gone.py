@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_post.fleet.holders import Send, Wait
 from jaxrl_post.fleet.hub import Hub
-from jaxrl_post.fleet.leases import Policy, UnknownSamplerError, member_of
+from jaxrl_post.fleet.leases import PolicyVersion, UnknownSamplerError, member_of
 from jaxrl_post.fleet.orders import News
 
 FACTS = {"url": "", "slots": 1}
@@ -15,7 +15,7 @@ FACTS = {"url": "", "slots": 1}
 def silent(hub: Hub, name: str, epoch: int) -> None:
     del epoch
     hub.leases.members[name].heard = time.monotonic() - 2 * hub.silence_s
-    hub.collect(Policy(0, "digest"), 0.0)
+    hub.collect(PolicyVersion(0, "digest"), 0.0)
 
 
 def joins_again(hub: Hub, name: str, epoch: int) -> None:
