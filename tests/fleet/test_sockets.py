@@ -11,7 +11,10 @@ from jaxrl_post.sampler import Completion, Request, SamplingParams
 from tests.e2e.fleets import free_port
 from tests.e2e.gates import Gates, Seen
 from tests.fleet.sockets import Sampler, Trainer, alone, same
-from tests.tiers import daily
+
+# Threads of one process, of which some may not be silent for half a second: the machine
+# must not be busy. `test_network.py`, `test_hub.py` and `test_gone.py` guard the same.
+pytestmark = pytest.mark.all
 
 SAMPLING = SamplingParams(max_tokens=12, stop_ids=(3,))
 SILENCE_S = 0.5
@@ -180,7 +183,7 @@ class Chaos:
         self.gates.close()
 
 
-@pytest.mark.parametrize("seed", daily(range(50), range(3)))
+@pytest.mark.parametrize("seed", range(50))
 def test_chaos(seed):
     chaos = Chaos(seed)
     try:

@@ -220,7 +220,7 @@ SERVE = [
     ),
     Fault(
         "stop ids outside of the vocabulary reach the device",
-        "sampler/engine.py::Engine.check",
+        "sampler/fitting.py::check_request",
         '("stop", sampling.stop_ids)',
         '("stop", ())',
         "serve/test_bad_input.py",
