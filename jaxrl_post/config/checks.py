@@ -527,6 +527,12 @@ def _check_ahead(config: RLConfig) -> None:
                 f"--rollout.mesh: samplers in other processes each have the --mesh of "
                 f"their launch.serve; got {config.rollout.mesh!r}; drop the option"
             )
+        if config.critic.backbone == "shared":
+            raise ConfigError(
+                "--critic.backbone shared: samplers in other processes get a policy "
+                f"without a value head; got --samplers {config.samplers}; take a "
+                "separate critic"
+            )
     elif config.fleet != FleetConfig():
         raise ConfigError(
             "--fleet.*: is for samplers in other processes; give --samplers any:N, or "
