@@ -132,6 +132,9 @@ def test_a_version_over_the_network_by_hand():
     assert sent("any:1", 4) == (200, 40, 40 / 8)
     # The trainer sends it twice, for any number of samplers.
     assert sent("any:9", 4) == (200, 40, 2 * 40 / 8)
+    # Two hosts of the trainer send a half each; a host of two samplers gets all twice.
+    assert sent("any:1", 8) == (200, 40, 40 / 8)
+    assert sent("any:9", 8) == (200, 40, 2 * 40 / 8)
     # A delta of all numbers would be larger than the version.
     assert sent("any:9", 4, changed=1.0) == (200, 200, 2 * 200 / 8)
 
@@ -328,7 +331,7 @@ def test_the_command_counts_and_names_the_best_division(tiny, capsys):
     assert "8 x NVIDIA H100" in printed
     for line in ("the same", "2 x 2", "3 x 2", "best: ", "in turns on the same"):
         assert line in printed
-    assert "Today the trainer of a run with --samplers is one process" in printed
+    assert "With any:N each sampler is one process" in printed
     made = json.loads(file.read_text())
     assert [each["samplers"] for each in made["divisions"]] == [0, 2, 3]
     assert all(each["step"] > 0 for each in made["divisions"])

@@ -216,8 +216,12 @@ def publication(
         for leaf in leaves
         for size in [leaf.dtype.itemsize]
     )
-    # The trainer sends it so often, and a host receives it for each of its samplers.
-    times = min(samplers, max(COPIES, chip.of_host // each))
+    # Each host of the trainer sends its parts so often, and a host of samplers
+    # receives all parts for each of them.
+    times = max(
+        min(samplers, COPIES) / max(1, trainer // chip.of_host),
+        min(samplers, max(1, chip.of_host // each)),
+    )
     return Publication(full, update, times * update / config.network.bytes_per_s)
 
 

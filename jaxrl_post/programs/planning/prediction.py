@@ -94,7 +94,8 @@ def apart_assumptions(config: PlanConfig, chip: Chip) -> tuple[str, ...]:
         "A sampler has its share of the prompts, and without --rollout.num-slots slots "
         "for these alone; in a run each then has slots for all samples of a step.",
         sent,
-        "Today the trainer of a run with --samplers is one process, which has the "
-        f"{chip.of_host} devices of one host, and so is a sampler.",
+        f"A run with a number of samplers is one process, so at most {chip.of_host} "
+        "devices of a host. With any:N each sampler is one process, and the trainer "
+        "may have several.",
         "Divisions that --mesh cannot fill are left out; dp-1 or fsdp-1 fills most.",
     )
