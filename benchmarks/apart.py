@@ -7,7 +7,7 @@ is the code of a run with `--samplers any:N`, over loopback HTTP. So the times s
 that code adds to the work of devices. They say nothing of devices.
 
 With T(t) the seconds of sampling batch t, the longest sample's number of bursts times
-the seconds of a burst, U those of an update and P those of the probe, the schedule by
+the seconds of a burst, U the seconds of an update and P of the probe, the schedule by
 hand is
 
     in turns          train(t) = train(t - 1) + T(t) + U
@@ -288,7 +288,7 @@ def pauses(devices: Sequence[Device]) -> list[float]:
     for burst in (burst for device in devices for burst in device.bursts):
         if not burst.probe:
             ends[burst.version] = max(ends.get(burst.version, 0.0), burst.end)
-    # What follows the first version is compiled then.
+    # All that follows the first version is compiled then.
     first = min(ends)
     for device in devices:
         for before, after in _switches(device.bursts):
@@ -320,7 +320,7 @@ def constant(tokens: int) -> Length:
 
 
 def one_in(many: int, tokens: int, longer: int) -> Length:
-    """Returns lengths of which one in many is so many times as long."""
+    """Returns lengths, one in many of them so many times as long."""
 
     def length(sample: SampleId) -> int:
         drawn = np.random.default_rng((0, *sample)).integers(many)

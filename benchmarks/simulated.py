@@ -60,7 +60,7 @@ LOGPROB = -1.0
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a simulated sampler is.
+    """The speed of a simulated sampler.
 
     Attributes:
         slots: samples that decode at once.
@@ -129,7 +129,7 @@ class Device:
         self._behind = None
 
     def start(self) -> None:
-        """Starts a burst, if none runs. Two are under way where no sample ends."""
+        """Starts a burst, if none runs. Two run where no sample ends."""
         if self._under_way is not None:
             return
         while self.waiting and len(self.running) < self.speed.slots:
@@ -241,7 +241,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class _Model:
-    """What publishing reads of a model."""
+    """The part of a model that publishing reads."""
 
     config: _Config = _Config()
     adaptation: None = None

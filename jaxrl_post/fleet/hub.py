@@ -368,7 +368,7 @@ class Hub:
     def ask(self, key: str, member: str, failed: Collection[str] = ()) -> Answer:
         """Returns where a sampler gets a payload from, as `Holders.ask`.
 
-        A sampler that was given up, in whatever way, is neither named nor waited for.
+        A sampler that was given up is neither named nor waited for.
         """
         with self._lock:
             members = list(self.leases.members.values())

@@ -12,8 +12,8 @@ from tests.e2e.fleets import free_port
 from tests.e2e.gates import Gates, Seen
 from tests.fleet.sockets import Sampler, Trainer, alone, same
 
-# Threads of one process, of which some may not be silent for half a second: the machine
-# must not be busy. `test_network.py`, `test_hub.py` and `test_gone.py` guard the same.
+# Some threads of one process may not be silent for half a second: the machine must not
+# be busy. `test_network.py`, `test_hub.py` and `test_gone.py` guard the same.
 pytestmark = pytest.mark.all
 
 SAMPLING = SamplingParams(max_tokens=12, stop_ids=(3,))
