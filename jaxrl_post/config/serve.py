@@ -158,6 +158,11 @@ def _check_follow(config: ServeConfig) -> None:
             "--follow: must be the trainer's address, such as http://127.0.0.1:7777; "
             f"got {follow!r}"
         )
+    if config.name is not None and not re.fullmatch(r"[\w.-]{1,80}", config.name):
+        raise ConfigError(
+            "--name: of a sampler must be letters, digits, dots, hyphens and "
+            f"underscores, at most 80; got {config.name!r}"
+        )
     default = ServeConfig()
     for name, value in vars(config).items():
         if name not in FOLLOWING and value != getattr(default, name):

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from jaxrl_post.fleet import wire
 from jaxrl_post.fleet.holders import Refer, Send
-from jaxrl_post.fleet.hub import Hub
+from jaxrl_post.fleet.hub import Hub, NameTakenError
 from jaxrl_post.fleet.leases import UnknownSamplerError
 from jaxrl_post.fleet.manifest import to_json
 
@@ -50,6 +50,8 @@ def hub_app(hub: Hub, key: str | None) -> Starlette:
             epoch = hub.join(facts)
         except ValueError as error:
             raise _RefusedError(400, str(error), "refused") from error
+        except NameTakenError as error:
+            raise _RefusedError(503, str(error), "taken") from error
         return _bytes(wire.pack({"epoch": epoch, "silence_s": hub.silence_s}))
 
     async def leave(http: HttpRequest) -> Response:
@@ -165,9 +167,12 @@ def _app(key: str | None, routes: Collection[tuple[str, str, Handler]]) -> Starl
                 return _error(error.status, str(error), error.code)
             except UnknownSamplerError as error:
                 return _error(409, str(error), "rejoin")
+            except wire.MessageError as error:
+                return _error(400, f"{path}: {error}", "invalid")
             except (ValueError, KeyError, TypeError) as error:
+                # A fault of this side, perhaps: the sampler tries again.
                 told = f"{type(error).__name__}: {error}"
-                return _error(400, f"{path}: {told}", "invalid")
+                return _error(500, f"{path}: {told}", "failed")
 
         return endpoint
 

@@ -22,7 +22,7 @@ from jaxrl_post.fleet.manifest import Manifest
 from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 
-__all__ = ["FleetError", "Hub"]
+__all__ = ["FleetError", "Hub", "NameTakenError"]
 
 # Most seconds for which a request for orders is held.
 HOLD_S = 1.0
@@ -34,6 +34,10 @@ FAREWELL_S = 2.0
 
 class FleetError(RolloutTimeoutError):
     """Too few samplers were ready for too long."""
+
+
+class NameTakenError(RuntimeError):
+    """A sampler of this name is alive; another one must have another name."""
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Hub:
     # Number of changes of the list of policies.
     _published: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
+    _ending: bool = field(default=False, init=False)
     # Since when too few samplers are ready, and whether the user knows.
     _short_since: float | None = field(default=None, init=False)
     _short_told: bool = field(default=False, init=False)
@@ -130,7 +135,7 @@ class Hub:
         """
         if self._require(policy):
             return True
-        with self._lock:
+        with self._changing():
             self._lock.wait(wait_s)
             self.leases.expire(time.monotonic())
         self._report()
@@ -138,9 +143,8 @@ class Hub:
 
     def submit(self, request: Request, policy: PolicyVersion, job: int) -> None:
         """Queues a request."""
-        with self._lock:
+        with self._changing():
             self.leases.submit(request, policy, job)
-        self._wake()
 
     def collect(self, policy: PolicyVersion, wait_s: float) -> list[Completion]:
         """Returns samples that have ended; waits a little if there is no news.
@@ -148,7 +152,7 @@ class Hub:
         Raises:
             FleetError: too few samplers were ready for too long.
         """
-        with self._lock:
+        with self._changing():
             if not self.leases.has_finished and self.leases.busy:
                 self._lock.wait(wait_s)
             done = self.leases.take()
@@ -164,10 +168,8 @@ class Hub:
 
     def cancel(self, samples: Sequence[SampleId] | None) -> list[Completion]:
         """Stops samples (all for None); returns what they have."""
-        with self._lock:
-            done = self.leases.take() + self.leases.cancel(samples)
-        self._wake()
-        return done
+        with self._changing():
+            return self.leases.take() + self.leases.cancel(samples)
 
     @property
     def busy(self) -> bool:
@@ -185,6 +187,11 @@ class Hub:
             "fleet/joined": float(len(members)),
             **{name: float(count) for name, count in found.items()},
         }
+
+    def release(self) -> None:
+        """Answers the requests that are held, and holds no more; the server ends."""
+        self._ending = True
+        self._wake()
 
     def end(self, why: str) -> None:
         """Tells the samplers that the run is over; waits a moment for them to leave."""
@@ -256,35 +263,35 @@ class Hub:
 
         Raises:
             ValueError: why it may not join.
+            NameTakenError: it may join later, or by another name.
         """
         if why := self.refusal(facts):
             raise ValueError(why)
         # Also when the run is over: its first request for orders is told so.
         name, slots = str(facts["name"]), int(facts["slots"])
-        with self._lock:
+        with self._changing():
+            self.leases.expire(time.monotonic())
+            if name in self.leases.members:
+                raise NameTakenError(
+                    f"a sampler named {name} has joined and is alive; give this one "
+                    f"another --name. One that died gives its name back within "
+                    f"{self.silence_s:g} s"
+                )
             return self.leases.join(name, str(facts["url"]), slots, time.monotonic())
 
     def leave(self, name: str, epoch: int, why: str) -> None:
         """Lets a sampler go that says so."""
-        with self._lock:
+        with self._changing():
             self.leases.member(name, epoch)
             self.leases.leave(name, why)
             self._notice(name)
             self.holders.leave(member_of(name, epoch))
-            self._lock.notify_all()
-        self._wake()
 
     def hear(self, name: str, epoch: int, news: News) -> None:
         """Takes the news of a sampler, as `Leases.hear`."""
-        with self._lock:
-            ready = self.leases.member(name, epoch).ready
+        with self._changing():
             self.leases.hear(name, epoch, news, time.monotonic())
-            more = self.leases.member(name, epoch).ready - ready
             self._notice(name)
-            self._lock.notify_all()
-        # Its own request for orders was held while it was not ready.
-        if more or any(each.finish_reason for each in news.progress):
-            self._wake()
 
     async def orders(
         self,
@@ -313,7 +320,8 @@ class Hub:
                 changed = self._changed
                 now = time.monotonic()
                 orders = self._orders(name, epoch, acknowledged, now)
-                if orders or known != self._published or self.ended or now >= end:
+                waits = known == self._published and not (self.ended or self._ending)
+                if orders or not waits or now >= end:
                     return self._reply(orders)
                 woken = asyncio.ensure_future(changed.wait())
                 await asyncio.wait(
@@ -334,7 +342,7 @@ class Hub:
     def _orders(
         self, name: str, epoch: int, acknowledged: int, now: float
     ) -> list[tuple[int, Order]]:
-        with self._lock:
+        with self._changing():
             self.leases.expire(now)
             orders = self.leases.orders(name, epoch, acknowledged, now)
             self.leases.member(name, epoch).present = True
@@ -358,12 +366,10 @@ class Hub:
         }
 
     def _lost(self, name: str, epoch: int) -> None:
-        with self._lock:
+        with self._changing():
             self.leases.lost(name, epoch, "its connection broke")
             self._notice(name)
             self.holders.leave(member_of(name, epoch))
-            self._lock.notify_all()
-        self._wake()
 
     def ask(self, key: str, member: str, failed: Collection[str] = ()) -> Answer:
         """Returns where a sampler gets a payload from, as `Holders.ask`.
@@ -396,6 +402,18 @@ class Hub:
         urls = {member_of(each.name, each.epoch): each.url for each in members}
         # One that has left is asked in vain, and passed over.
         return {holder: urls.get(holder, "") for holder in holders}
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Holds the lock; afterwards all that wait look at what has changed."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                changed, self.leases.changed = self.leases.changed, False
+                self._lock.notify_all()
+        if changed:
+            self._wake()
 
     def _wake(self) -> None:
         """Lets the requests that are held look again."""

@@ -96,6 +96,7 @@ def follow(**options) -> ServeConfig:
         (ServeConfig(follow="http://a:1/v1"), r"--follow: must be the trainer's addr"),
         (follow(model="demo"), r"--model: with --follow the trainer says"),
         (follow(seed=3), r"--seed: with --follow the trainer says"),
+        (follow(name="a,b"), r"--name: of a sampler must be letters.*; got 'a,b'"),
         (follow(num_slots=8), r"--num-slots: with --follow the trainer says"),
         (follow(follow_wait_s=0.0), r"--follow-wait-s: must be greater than 0; got 0"),
         (follow(host="0.0.0.0"), r"--host: 0.0.0.0 can be reached"),

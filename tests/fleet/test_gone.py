@@ -19,7 +19,9 @@ def silent(hub: Hub, name: str, epoch: int) -> None:
 
 
 def joins_again(hub: Hub, name: str, epoch: int) -> None:
+    """Its process was started again after it had been silent."""
     del epoch
+    hub.leases.members[name].heard = time.monotonic() - 2 * hub.silence_s
     hub.join({**FACTS, "name": name})
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.fleet import hub as hubs
-from jaxrl_post.fleet.hub import Hub
+from jaxrl_post.fleet.hub import Hub, NameTakenError
 from jaxrl_post.fleet.leases import News, PolicyVersion
 from jaxrl_post.sampler import Request, SamplingParams
 
@@ -52,6 +52,61 @@ def test_a_sampler_that_gets_ready_later_is_given_what_waits(hub):
         known = (await hub.orders("later", later, 0, -1, never))["known"]
         task = await held(hub, "later", later, known)
         hub.hear("later", later, News(1, ready=(policy.digest,)))
+        reply = await asyncio.wait_for(task, 10)
+        assert reply["orders"]
+
+    asyncio.run(run())
+
+
+def test_a_name_of_a_sampler_that_is_alive_is_refused(hub):
+    """It would displace the other one, and be displaced, for ever."""
+    epoch = hub.join(facts("one"))
+    with pytest.raises(NameTakenError, match="a sampler named one has joined and is"):
+        hub.join(facts("one"))
+    assert hub.leases.members["one"].epoch == epoch
+    hub.leave("one", epoch, "it was stopped")
+    assert hub.join(facts("one")) > epoch
+
+
+def test_a_name_is_free_once_its_sampler_was_silent(hub):
+    epoch = hub.join(facts("one"))
+    hub.leases.members["one"].heard -= 2 * hub.silence_s
+    assert hub.join(facts("one")) > epoch
+
+
+def test_a_server_that_ends_holds_no_request(hub):
+    async def run():
+        hub.attach(asyncio.get_running_loop())
+        epoch = hub.join(facts("one"))
+        known = (await hub.orders("one", epoch, 0, -1, never))["known"]
+        task = await held(hub, "one", epoch, known)
+        hub.release()
+        reply = await asyncio.wait_for(task, 10)
+        assert reply["orders"] == []
+        assert reply["ended"] == ""
+
+    asyncio.run(run())
+
+
+def test_a_death_that_silence_tells_wakes_the_others(hub):
+    """The samples of the dead one are granted at once, not when a request ends."""
+
+    async def run():
+        hub.attach(asyncio.get_running_loop())
+        policy = PolicyVersion(0, hub.catalogue.add(0, ARRAYS).digest)
+        hub.published()
+        first, other = (hub.join(facts(name)) for name in ("first", "other"))
+        for name, epoch in (("first", first), ("other", other)):
+            hub.hear(name, epoch, News(1, ready=(policy.digest,)))
+        job = hub.begin(policy)
+        assert hub.ready(policy, 0.0)
+        known = (await hub.orders("other", other, 0, -1, never))["known"]
+        hub.submit(REQUEST, policy, job)
+        granted = await hub.orders("first", first, 0, -1, never)
+        assert granted["orders"]
+        task = await held(hub, "other", other, known)
+        hub.leases.members["first"].heard -= 2 * hub.silence_s
+        assert hub.collect(policy, 0.0) == []
         reply = await asyncio.wait_for(task, 10)
         assert reply["orders"]
 

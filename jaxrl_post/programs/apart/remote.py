@@ -254,12 +254,12 @@ def open_remote(
     options, catalogue = config.fleet, Catalogue()
     host, port = options.address
     rows = probe_rows(config, model.config.vocab_size)
-    hub = None
+    hub, ending = None, lambda: None
     if processes.index():
         app, port = relay_app(catalogue.payload, dict, options.key), 0
     else:
         hub = _hub(config, model, rows, catalogue, should_stop)
-        app = hub_app(hub, options.key)
+        app, ending = hub_app(hub, options.key), hub.release
         check_free(options)
     sizes = engine_sizes(config.rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
     sizes = dataclasses.replace(sizes, exact=config.exact, kept_ids=config.kept_ids)
@@ -271,7 +271,7 @@ def open_remote(
         deadline_s=options.wait_s + MARGIN_S,
     )
     layout = sampler_layout(config.rollout, model)
-    with serving(app, host, port, name="hub") as (url, loop):
+    with serving(app, host, port, name="hub", ending=ending) as (url, loop):
         shown = reachable(url, config.processes.coordinator)
         remote = Remote(
             fleet, catalogue, shown, updater, layout, Answering(updater, rows)
