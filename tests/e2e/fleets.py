@@ -35,7 +35,7 @@ __all__ = [
 # Seconds of silence after which a trainer gives a sampler up.
 SILENCE_S = 2.0
 # Most seconds for anything to happen, on a machine that does much else.
-PATIENCE_S = 100.0
+PATIENCE_S = 300.0
 
 COMMON = (
     "--model=demo",

@@ -105,7 +105,7 @@ class Remote:
     def publish(self) -> RemoteSamplers:
         """Begins to publish the current parameters; does not wait for the samplers.
 
-        They are copied on their devices, so that the trainer may donate its own. The
+        The trainer's own arrays are copied on their devices: it may donate them. The
         parameters of the last call, such as for an evaluation, are not copied again.
         """
         begin = time.perf_counter()
@@ -116,7 +116,7 @@ class Remote:
                 # One version at a time is copied to the host.
                 policy.result()
             params, base, _ = self.layout.moved(model, state.params)
-            trees = {"trained": _copied(params)}
+            trees = {"trained": _copied(params, state.params)}
             if base is not None and not self._base:
                 trees["base"] = base
             answers = self.answering.answers(state.params)
@@ -196,12 +196,16 @@ class Remote:
         return PolicyVersion(version, manifest.digest)
 
 
-def _copied(tree: PyTree) -> PyTree:
-    """A copy of arrays that may be donated, on their devices."""
-    made = _copy(tree)
-    for leaf in jax.tree.leaves(made):
+def _copied(tree: PyTree, source: PyTree) -> PyTree:
+    """Copies the arrays of a tree that are the source's own, on their devices."""
+    leaves, structure = jax.tree.flatten(tree)
+    own = {id(leaf) for leaf in jax.tree.leaves(source)}
+    places = [i for i, leaf in enumerate(leaves) if id(leaf) in own]
+    for i, copy in zip(places, _copy([leaves[i] for i in places]), strict=True):
+        leaves[i] = copy
+    for leaf in leaves:
         leaf.copy_to_host_async()
-    return made
+    return jax.tree.unflatten(structure, leaves)
 
 
 @jax.jit
