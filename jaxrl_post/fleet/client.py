@@ -11,8 +11,9 @@ import httpx2
 
 from jaxrl_post.fleet import wire
 from jaxrl_post.fleet.chunks import ChunkError, digest_of
-from jaxrl_post.fleet.leases import News, Order, UnknownSamplerError
+from jaxrl_post.fleet.leases import UnknownSamplerError
 from jaxrl_post.fleet.manifest import Manifest, from_json
+from jaxrl_post.fleet.orders import News, Order
 
 __all__ = ["AwayError", "NotAdmittedError", "Reply", "TrainerClient"]
 

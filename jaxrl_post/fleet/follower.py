@@ -17,14 +17,9 @@ from typing import Any
 from jaxrl_post.fleet.chunks import ChunkError
 from jaxrl_post.fleet.client import AwayError, TrainerClient
 from jaxrl_post.fleet.image import Image, stage
-from jaxrl_post.fleet.leases import (
-    News,
-    Order,
-    PolicyVersion,
-    Progress,
-    UnknownSamplerError,
-    member_of,
-)
+from jaxrl_post.fleet.leases import UnknownSamplerError
+from jaxrl_post.fleet.ledger import member_of
+from jaxrl_post.fleet.orders import News, Order, PolicyVersion, Progress
 from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ProbeRows, ask
 from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.rollout.weights import Published

@@ -17,8 +17,10 @@ from typing import Any
 
 from jaxrl_post.fleet.catalogue import Catalogue
 from jaxrl_post.fleet.holders import Answer, Holders
-from jaxrl_post.fleet.leases import Leases, News, Order, PolicyVersion, member_of
+from jaxrl_post.fleet.leases import Leases
+from jaxrl_post.fleet.ledger import member_of
 from jaxrl_post.fleet.manifest import Manifest
+from jaxrl_post.fleet.orders import News, Order, PolicyVersion
 from jaxrl_post.rollout.collector import RolloutTimeoutError
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 

@@ -16,22 +16,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxrl_post.fleet.ledger import Member, Queue, Sample, Work, member_of
+from jaxrl_post.fleet.ledger import Member, Queue, Sample, Work
 from jaxrl_post.fleet.orders import Grant, News, Order, PolicyVersion, Progress, Revoke
 from jaxrl_post.fleet.sharing import late, share
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished
 
-__all__ = [
-    "Grant",
-    "Leases",
-    "News",
-    "Order",
-    "PolicyVersion",
-    "Progress",
-    "Revoke",
-    "UnknownSamplerError",
-    "member_of",
-]
+__all__ = ["Leases", "UnknownSamplerError"]
 
 
 class UnknownSamplerError(LookupError):

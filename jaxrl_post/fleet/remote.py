@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.fleet.hub import Hub
-from jaxrl_post.fleet.leases import PolicyVersion
+from jaxrl_post.fleet.orders import PolicyVersion
 from jaxrl_post.fleet.wire import why_not_elsewhere
 from jaxrl_post.rollout.fleet import StoppedError
 from jaxrl_post.sampler.requests import Completion, Request, SampleId, Unfinished

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl_post.fleet.leases import Grant, Order, Progress
+from jaxrl_post.fleet.orders import Grant, Order, Progress
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     Alternatives,

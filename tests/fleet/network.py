@@ -15,15 +15,8 @@ from functools import partial
 from typing import Any
 
 from jaxrl_post.fleet import wire
-from jaxrl_post.fleet.leases import (
-    Grant,
-    Leases,
-    News,
-    Order,
-    PolicyVersion,
-    Progress,
-    UnknownSamplerError,
-)
+from jaxrl_post.fleet.leases import Leases, UnknownSamplerError
+from jaxrl_post.fleet.orders import Grant, News, Order, PolicyVersion, Progress
 from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.sampler.requests import Completion, Request, SampleId
 from tests.fleet.drawing import Engine, Stubborn, same, undisturbed

@@ -16,7 +16,7 @@ from jaxrl_post.fleet.client import TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.hub import Hub
 from jaxrl_post.fleet.image import Image
-from jaxrl_post.fleet.leases import PolicyVersion
+from jaxrl_post.fleet.orders import PolicyVersion
 from jaxrl_post.fleet.probe import ProbeAnswers, ProbeRows, ask
 from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
 from jaxrl_post.rollout.weights import Published

@@ -6,8 +6,9 @@ import pytest
 
 from jaxrl_post.fleet.holders import Send, Wait
 from jaxrl_post.fleet.hub import Hub
-from jaxrl_post.fleet.leases import PolicyVersion, UnknownSamplerError, member_of
-from jaxrl_post.fleet.orders import News
+from jaxrl_post.fleet.leases import UnknownSamplerError
+from jaxrl_post.fleet.ledger import member_of
+from jaxrl_post.fleet.orders import News, PolicyVersion
 
 FACTS = {"url": "", "slots": 1}
 

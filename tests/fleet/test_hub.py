@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_post.fleet import hub as hubs
 from jaxrl_post.fleet.hub import Hub, NameTakenError
-from jaxrl_post.fleet.leases import News, PolicyVersion
+from jaxrl_post.fleet.orders import News, PolicyVersion
 from jaxrl_post.sampler import Request, SamplingParams
 
 ARRAYS = [("w", [(((0, 4),), np.arange(4, dtype=np.float32))])]

@@ -6,16 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_post.fleet.leases import (
-    Grant,
-    Leases,
-    News,
-    PolicyVersion,
-    Progress,
-    Revoke,
-    UnknownSamplerError,
-)
+from jaxrl_post.fleet.leases import Leases, UnknownSamplerError
 from jaxrl_post.fleet.ledger import Member
+from jaxrl_post.fleet.orders import Grant, News, PolicyVersion, Progress, Revoke
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     Alternatives,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jaxrl_post.fleet.leases import PolicyVersion
+from jaxrl_post.fleet.orders import PolicyVersion
 from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.sampler.requests import Request, SamplingParams
 from tests.fleet.drawing import FOREIGN, HEAVY, Stubborn, length_of

@@ -38,8 +38,8 @@ try:
     from jaxrl_post.fleet.app import hub_app, relay_app
     from jaxrl_post.fleet.catalogue import Catalogue
     from jaxrl_post.fleet.hub import Hub
-    from jaxrl_post.fleet.leases import PolicyVersion
     from jaxrl_post.fleet.manifest import ArrayEntry, joined, keys_of, to_records
+    from jaxrl_post.fleet.orders import PolicyVersion
     from jaxrl_post.fleet.probe import ProbeRows
     from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
     from jaxrl_post.serve.threads import serving
