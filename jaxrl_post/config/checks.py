@@ -496,6 +496,7 @@ def _check_turns(config: RLConfig) -> None:
             "off-policy by then, and need a correction; drop "
             "--algorithm.correction.kind none"
         )
+    _check_staleness(rollout)
     if not rollout.partial:
         if not rollout.recompute_cache:
             raise ConfigError(
@@ -512,6 +513,26 @@ def _check_turns(config: RLConfig) -> None:
         raise ConfigError(
             "--rollout.partial: samples that were begun by earlier parameters need a "
             "correction; drop --algorithm.correction.kind none"
+        )
+
+
+def _check_staleness(rollout: RolloutConfig) -> None:
+    """Refuses a bound that has no effect, or that cannot hold."""
+    if rollout.staleness is None:
+        return
+    if not rollout.partial:
+        raise ConfigError(
+            "--rollout.staleness: without --rollout.partial a step trains on the "
+            f"groups that are begun for it, by parameters of --rollout.ahead "
+            f"{rollout.ahead} steps before; drop the option"
+        )
+    least = rollout.ahead + -(-rollout.partial // rollout.prompts_per_step)
+    if rollout.staleness < least:
+        raise ConfigError(
+            f"--rollout.staleness: must be at least {least}, which is --rollout.ahead "
+            f"{rollout.ahead} and the steps that take --rollout.partial "
+            f"{rollout.partial} groups, {rollout.prompts_per_step} each; got "
+            f"{rollout.staleness}"
         )
 
 

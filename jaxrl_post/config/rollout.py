@@ -68,9 +68,13 @@ class RolloutConfig:
         max_result_tokens: most tokens of a tool's result; a longer one loses its
             middle, and a note in it says so.
         partial: groups that may be unfinished when a step starts training. So many more
-            prompts than a step needs are sampled at once; the step takes the first
-            groups that finish, and the next parameters continue the others. 0 waits for
-            all.
+            prompts than a step needs are sampled at once; the step takes the oldest
+            groups that have finished, once there are enough, and the next parameters
+            continue the others. 0 waits for all.
+        staleness: with `partial`, most steps by which the parameters that begin a group
+            are older than those that train on it: at least `ahead`, and one more for
+            each `prompts_per_step` groups of `partial`, or part of as many. A step
+            waits for a group that would be older; none is dropped. None for no bound.
         recompute_cache: with `partial`, computes the keys and values of unfinished
             samples again under the new parameters. Without it they keep the old keys
             and values until an evaluation or a checkpoint: this saves a prefill of
@@ -154,6 +158,7 @@ class RolloutConfig:
     max_turns: Annotated[int, COUNT] = 1
     max_result_tokens: Annotated[int, COUNT] = 1024
     partial: Annotated[int, NOT_NEGATIVE] = 0
+    staleness: Annotated[int | None, COUNT] = None
     recompute_cache: bool = True
     temperature: Annotated[float, Range(1e-5)] = 1.0
     top_k: Annotated[int, NOT_NEGATIVE] = 0

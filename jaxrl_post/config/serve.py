@@ -37,10 +37,11 @@ class ServeConfig:
         model: a Hugging Face directory, a run, an adapter of PEFT, ORG/NAME on the hub,
             or a preset with random weights: demo, tiny, small, or a published size such
             as qwen3-0.6b.
-        follow: address of a trainer that was started with --samplers any:N. This
-            process then samples for its run, with the trainer's model and options of
-            sampling; of the options here `mesh`, `name`, `host`, `port` and
-            `api_key_file` (the trainer's --fleet.key-file) apply.
+        follow: address of a trainer that was started with --samplers any:N, or the
+            directory of its run, which need not be there yet. This process then samples
+            for that run, with the trainer's model and options of sampling; of the
+            options here `mesh`, `name`, `host`, `port` and `api_key_file` (the
+            trainer's --fleet.key-file) apply.
         follow_wait_s: seconds for which such a trainer may be away, such as while it
             resumes from a checkpoint.
         step: step of the run whose checkpoint is read; None for the model of a finished
@@ -153,10 +154,11 @@ def _check_follow(config: ServeConfig) -> None:
                 "--model: is missing; give a model, or --follow a trainer"
             )
         return
-    if not re.fullmatch(r"https?://[^/\s]+/?", follow):
+    url, host = r"https?://[^/\s]+/?", r"[^/\s]+:\d+"
+    if not re.fullmatch(url, follow) and re.search(rf"://|^{host}$", follow):
         raise ConfigError(
-            "--follow: must be the trainer's address, such as http://127.0.0.1:7777; "
-            f"got {follow!r}"
+            "--follow: must be the trainer's address, such as http://127.0.0.1:7777, "
+            f"or the directory of its run, such as runs/apart; got {follow!r}"
         )
     if config.name is not None and not re.fullmatch(r"[\w.-]{1,80}", config.name):
         raise ConfigError(

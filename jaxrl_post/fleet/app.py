@@ -100,7 +100,7 @@ def hub_app(hub: Hub, key: str | None) -> Starlette:
             if data is None:
                 raise _RefusedError(404, "this payload is gone", "gone")
             hub.sent_bytes += len(data)
-            return _bytes(bytes(data))
+            return _bytes(data)
         refer = isinstance(answer, Refer)
         told = {
             "ask": hub.urls(answer.members) if refer else {},
@@ -145,7 +145,7 @@ def relay_app(
         data = held(http.path_params["key"])
         if data is None:
             raise _RefusedError(404, "this payload is not here", "gone")
-        return _bytes(bytes(data))
+        return _bytes(data)
 
     async def health(http: HttpRequest) -> Response:
         del http
@@ -209,7 +209,7 @@ def _listed(text: str | None) -> list[str]:
     return text.split(",") if text else []
 
 
-def _bytes(data: bytes) -> Response:
+def _bytes(data: bytes | memoryview) -> Response:
     return Response(data, media_type="application/octet-stream")
 
 

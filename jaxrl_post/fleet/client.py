@@ -4,10 +4,11 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
-import httpx2
+import urllib3
 
 from jaxrl_post.fleet import wire
 from jaxrl_post.fleet.chunks import ChunkError, digest_of
@@ -54,22 +55,28 @@ class TrainerClient:
     """The trainer, as a sampler sees it; each thread has one of its own.
 
     Args:
-        url: of the trainer's hub.
+        where: returns the URL of the trainer's hub; raises ConnectionError if there is
+            none. It is asked again after the trainer did not answer.
         key: the bearer token; None for none.
+
+    Attributes:
+        url: of the hub that answered last; "" once it does not.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url, self._key = url.rstrip("/"), key
+    def __init__(self, where: Callable[[], str], key: str | None = None) -> None:
+        self.url, self._where = "", where
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        timeout = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
-        # Proxies of the environment do not reach machines next to this one.
-        self._http = httpx2.Client(headers=headers, timeout=timeout, trust_env=False)
+        # It reads a body into one piece of memory. httpx2 passes 64 KiB at a time
+        # through a parser in Python, which takes several times as long.
+        self._http = urllib3.PoolManager(
+            headers=headers, timeout=_timeout(ANSWER_S), retries=False
+        )
         # Payloads that this sampler has and has not told of.
         self._held = collections.deque[str]()
 
     def close(self) -> None:
         """Closes the connections."""
-        self._http.close()
+        self._http.clear()
 
     def welcome(self) -> dict[str, Any]:
         """Returns what a sampler needs to know before it joins."""
@@ -138,16 +145,16 @@ class TrainerClient:
                 "failed": ",".join(sorted(failed)),
             }
             try:
-                answer = self._answer("GET", path, params=query)
+                answer = self._answer("GET", f"{path}?{urlencode(query)}")
             except LookupError as error:
                 raise ChunkError(f"payload {key}: {error}") from error
-            if answer.status_code != 303:
+            if answer.status != 303:
                 self._held.append(key)
-                return answer.content
-            told = json.loads(answer.content)
+                return answer.data
+            told = json.loads(answer.data)
             for holder, url in told["ask"].items():
-                data = self._passed_on(f"{url}{path}")
-                if data is not None and len(data) == size and digest_of(data) == key:
+                data = self._passed_on(f"{url}{path}", size)
+                if data is not None and digest_of(data) == key:
                     self._held.append(key)
                     return data
                 failed.add(holder)
@@ -170,28 +177,31 @@ class TrainerClient:
                 found.append(self._held.popleft())
         return found
 
-    def _passed_on(self, url: str) -> bytes | None:
-        with contextlib.suppress(httpx2.HTTPError, httpx2.InvalidURL):
-            answer = self._http.get(url, timeout=HOLDER_S)
-            return answer.content if answer.status_code == 200 else None
+    def _passed_on(self, url: str, size: int) -> bytes | None:
+        """Returns what another sampler sends, if it has as many bytes."""
+        with contextlib.suppress(urllib3.exceptions.HTTPError):
+            answer = self._http.request(
+                "GET", url, timeout=_timeout(HOLDER_S), preload_content=False
+            )
+            sent = answer.headers.get("Content-Length")
+            if answer.status == 200 and sent == str(size):
+                return answer.data
+            # It is not read, so its connection cannot be used again.
+            answer.close()
         return None
 
     def _sent(self, path: str, value: Any) -> Any:
         try:
             return wire.unpack(self._asked("POST", path, wire.pack(value)))
         except wire.MessageError as error:
-            raise AwayError(f"{self.url}{path}: {error}") from error
+            raise AwayError(f"the trainer's answer to {path}: {error}") from error
 
-    def _asked(self, method: str, path: str, content: bytes | None = None) -> bytes:
-        return self._answer(method, path, content).content
+    def _asked(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        return self._answer(method, path, body).data
 
     def _answer(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None = None,
-        params: Mapping[str, str] | None = None,
-    ) -> httpx2.Response:
+        self, method: str, path: str, body: bytes | None = None
+    ) -> urllib3.BaseHTTPResponse:
         """Returns an answer that is no error.
 
         Raises:
@@ -200,25 +210,36 @@ class TrainerClient:
             LookupError: the version or payload is gone.
             NotAdmittedError: the trainer takes no such request.
         """
+        url = self.url or self._found()
         try:
-            answer = self._http.request(
-                method, f"{self.url}{path}", content=content, params=params
-            )
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+            answer = self._http.request(method, f"{url}{path}", body=body)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            self.url = ""
             raise AwayError(
-                f"{self.url} does not answer: {type(error).__name__}: {error}"
+                f"{url} does not answer: {type(error).__name__}: {error}"
             ) from error
-        if answer.status_code in (200, 303):
+        self.url = url
+        if answer.status in (200, 303):
             return answer
         try:
-            told = json.loads(answer.content)
+            told = json.loads(answer.data)
             why, code = str(told["error"]), str(told["code"])
         except (ValueError, KeyError, TypeError):
-            why, code = answer.text[:200], ""
+            why, code = answer.data[:200].decode(errors="replace"), ""
         if code == "rejoin":
             raise UnknownSamplerError(why)
         if code == "gone":
             raise LookupError(why)
-        if answer.status_code >= 500:
-            raise AwayError(f"{self.url}{path}: {answer.status_code}: {why}")
-        raise NotAdmittedError(f"{self.url}{path}: {answer.status_code}: {why}")
+        if answer.status >= 500:
+            raise AwayError(f"{url}{path}: {answer.status}: {why}")
+        raise NotAdmittedError(f"{url}{path}: {answer.status}: {why}")
+
+    def _found(self) -> str:
+        try:
+            return self._where()
+        except ConnectionError as error:
+            raise AwayError(str(error)) from error
+
+
+def _timeout(read_s: float) -> urllib3.Timeout:
+    return urllib3.Timeout(connect=CONNECT_S, read=read_s)

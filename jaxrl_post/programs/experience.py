@@ -89,7 +89,8 @@ def make_buffer(config: RLConfig, *, by_part: bool) -> Buffer:
     """
     rollout = config.rollout
     draws = rollout.max_draws if rollout.dynamic_sampling else 1
-    admission = Admission(rollout.prompts_per_step, rollout.partial, draws)
+    bound = None if rollout.staleness is None else rollout.staleness - rollout.ahead
+    admission = Admission(rollout.prompts_per_step, rollout.partial, draws, bound)
     if not rollout.dynamic_sampling:
         return Buffer(admission)
     spread = functools.partial(has_spread, algorithm=config.algorithm, by_part=by_part)
@@ -152,17 +153,20 @@ class Experience:
         """
         sampled, deadline = list[Group](), self._deadline()
         sampler.renew()
-        buffer.open()
+        buffer.open(number)
         while True:
             if count := buffer.admits(self.collector.in_flight):
                 drawn = self._draw(count)
-                self.tell("draw", {"step": number, "prompts": [i for i, _ in drawn]})
+                prompts = [prompt_id for prompt_id, _ in drawn]
+                buffer.begin(prompts)
+                self.tell("draw", {"step": number, "prompts": prompts})
                 self.collector.start(
                     drawn, self.config.rollout.samples_per_prompt, self.sampling()
                 )
                 if not buffer.admission.spare:
                     deadline = self._deadline()
-            if buffer.full or not self.collector.in_flight:
+            in_flight = self.collector.prompt_ids
+            if buffer.complete(in_flight) or not in_flight:
                 break
             wave = not buffer.admission.spare
             groups = self._ended(sampler, deadline, number, wave=wave)

@@ -307,7 +307,12 @@ def _weights(
         from jaxrl_post.programs.apart.remote import open_remote
 
         return stack.enter_context(
-            open_remote(updater, console=run.console, should_stop=should_stop)
+            open_remote(
+                updater,
+                run.directory.address,
+                console=run.console,
+                should_stop=should_stop,
+            )
         )
     layouts = sampler_layouts(config, model)
     _tell_gathers(run, layouts[0])

@@ -92,6 +92,11 @@ class RunDirectory:
         return self.path / "timeline.jsonl"
 
     @property
+    def address(self) -> Path:
+        """URL at which samplers in other processes join, see `fleet.hub`."""
+        return self.path / "address.txt"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of event files."""
         return self.path / "tensorboard"

@@ -41,6 +41,7 @@ def rollout_metrics(
         "rollout/completion_length_min": float(np.min(lengths)),
         "rollout/completion_length_max": float(np.max(lengths)),
         "rollout/staleness": float(np.mean(ages)),
+        "rollout/staleness_max": float(np.max(ages, initial=0)),
         "rollout/kept_mass": float(np.mean(np.exp(masses.astype(np.float64)))),
         # Tokens that are scored among all tokens, though they were not drawn from all;
         # where all were kept, the log of the mass is 0 up to rounding.

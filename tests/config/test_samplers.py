@@ -93,6 +93,7 @@ def follow(**options) -> ServeConfig:
     [
         (ServeConfig(), r"--model: is missing; give a model, or --follow a trainer"),
         (ServeConfig(follow="127.0.0.1:7777"), r"--follow: must be the trainer's addr"),
+        (ServeConfig(follow="ftp://a:1"), r"--follow: .* or the directory of its run"),
         (ServeConfig(follow="http://a:1/v1"), r"--follow: must be the trainer's addr"),
         (follow(model="demo"), r"--model: with --follow the trainer says"),
         (follow(seed=3), r"--seed: with --follow the trainer says"),
@@ -109,3 +110,6 @@ def test_what_a_sampler_does_not_read_is_named(config, message):
 
 def test_a_sampler_takes_a_mesh_a_name_and_a_port():
     check_server(follow(mesh="tp2", name="first", port=0))
+    check_server(ServeConfig(follow="https://trainer.local/"))
+    # The directory of a run, which the trainer may not have made yet.
+    check_server(ServeConfig(follow="/shared/runs/a"))

@@ -157,7 +157,7 @@ class Sampler:
         self._engine, self._stop = engine(), threading.Event()
         self.follower = Follower(
             name=name,
-            connect=functools.partial(TrainerClient, url, key),
+            connect=functools.partial(TrainerClient, lambda: url, key),
             facts={"slots": SIZES.num_slots},
             opened=self._opened,
             rows=ROWS,

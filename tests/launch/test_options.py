@@ -260,6 +260,19 @@ MISTAKES = [
     ),
     (
         grpo,
+        ("--rollout.staleness=2",),
+        "--rollout.staleness: without --rollout.partial a step trains on .* drop the",
+    ),
+    (
+        grpo,
+        (
+            *("--rollout.staleness=2", "--rollout.partial=9"),
+            *("--rollout.prompts-per-step=8", "--rollout.ahead=1"),
+        ),
+        "--rollout.staleness: must be at least 3, .* 9 groups, 8 each; got 2",
+    ),
+    (
+        grpo,
         ("--rollout.no-recompute-cache",),
         "--rollout.no-recompute-cache: without --rollout.partial",
     ),

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxrl_post.config.serve import ServeConfig
+from launch import cli, grpo, serve
 from launch.several import AGAIN
 
 PODS = Path(__file__).parents[2] / "launch" / "pods"
@@ -131,63 +133,113 @@ def test_a_tpu_must_be_named(tmp_path):
     assert (found != 0, made) == (True, [])
 
 
-def test_a_jobset_starts_again_what_died_and_nothing_else():
-    manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
+JOBSETS = ["jobset.yaml", "jobset_samplers.yaml"]
+
+
+def manifest_of(file: str) -> dict:
+    manifest = yaml.safe_load((PODS / file).read_text())
+    assert json.dumps(manifest)  # Nothing in it that is YAML alone.
+    return manifest
+
+
+def job_of(manifest: dict, index: int) -> tuple[str, dict, dict]:
+    """The name, the job and the container of a replicated job."""
+    replicated = manifest["spec"]["replicatedJobs"][index]
+    job = replicated["template"]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    return replicated["name"], job, container
+
+
+def shown(manifest: dict, container: dict, index: int) -> list[str]:
+    """The arguments that a container gives the program, as its shell reads them."""
+    [script] = container["args"]
+    assert [each["name"] for each in container["env"]] == ["JOBSET_NAME"]
+    return subprocess.run(
+        ["/bin/sh", "-c", script.replace("exec python -m", "printf '%s\\n'")],
+        env={
+            "JOBSET_NAME": manifest["metadata"]["name"],
+            "JOB_COMPLETION_INDEX": str(index),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("file", JOBSETS)
+def test_a_jobset_starts_again_what_died_and_nothing_else(file):
+    manifest = manifest_of(file)
     assert manifest["apiVersion"].startswith("jobset.x-k8s.io/")
     spec = manifest["spec"]
     assert spec["network"] == {
         "enableDNSHostnames": True,
         "publishNotReadyAddresses": True,
     }
-    [replicated] = spec["replicatedJobs"]
-    job = replicated["template"]["spec"]
+    name, job, container = job_of(manifest, 0)
     assert job["parallelism"] == job["completions"]
     assert (job["completionMode"], job["backoffLimit"]) == ("Indexed", 0)
     # An error of the program ends the job for good; a death does not.
     [rule] = job["podFailurePolicy"]["rules"]
-    [container] = job["template"]["spec"]["containers"]
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"]["containerName"] == container["name"]
     assert rule["onExitCodes"]["values"] == [1, 2]
     assert AGAIN not in rule["onExitCodes"]["values"]
     assert spec["failurePolicy"]["maxRestarts"] > 0
-    assert spec["failurePolicy"]["rules"] == [
-        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
+    [failure] = spec["failurePolicy"]["rules"]
+    assert failure.pop("targetReplicatedJobs", [name]) == [name]
+    assert failure == {
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
     # podFailurePolicy requires it, and a container that restarts alone has no peers.
     assert job["template"]["spec"]["restartPolicy"] == "Never"
 
 
-def test_a_jobset_names_what_is_trained_on():
-    manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
-    [replicated] = manifest["spec"]["replicatedJobs"]
-    [container] = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    [script] = container["args"]
+@pytest.mark.parametrize("file", JOBSETS)
+def test_a_jobset_names_what_is_trained_on(file):
+    [script] = job_of(manifest_of(file), 0)[2]["args"]
     given = {each.partition("=")[0] for each in script.split()}
     assert {"--model", "--env", "--data.path", "--run-dir"} <= given
 
 
-def test_the_pods_of_a_jobset_give_the_program_its_processes():
-    manifest = yaml.safe_load((PODS / "jobset.yaml").read_text())
-    [replicated] = manifest["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    [container] = job["template"]["spec"]["containers"]
-    name, jobs = manifest["metadata"]["name"], replicated["name"]
-    assert [each["name"] for each in container["env"]] == ["JOBSET_NAME"]
-    [script] = container["args"]
-    shown = subprocess.run(
-        # The program itself prints its arguments, so that its shell reads the line.
-        ["/bin/sh", "-c", script.replace("exec python -m", "printf '%s\\n'")],
-        env={"JOBSET_NAME": name, "JOB_COMPLETION_INDEX": "3"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout.splitlines()
+@pytest.mark.parametrize("file", JOBSETS)
+def test_the_pods_of_a_jobset_give_the_program_its_processes(file):
+    manifest = manifest_of(file)
+    jobs, job, container = job_of(manifest, 0)
+    given, name = shown(manifest, container, 3), manifest["metadata"]["name"]
     port = container["ports"][0]["containerPort"]
-    assert shown[0] == "launch.grpo"
+    assert given[0] == "launch.grpo"
     # JobSet's name of the first pod of the first job.
-    assert f"--processes.coordinator={name}-{jobs}-0-0.{name}:{port}" in shown
-    assert f"--processes.count={job['completions']}" in shown
-    assert "--processes.index=3" in shown
-    assert json.dumps(manifest)  # Nothing in it that is YAML alone.
+    assert f"--processes.coordinator={name}-{jobs}-0-0.{name}:{port}" in given
+    assert f"--processes.count={job['completions']}" in given
+    assert "--processes.index=3" in given
+
+
+def test_samplers_of_a_jobset_find_the_trainer_and_start_again_alone():
+    manifest = manifest_of("jobset_samplers.yaml")
+    (trainer, _, training), (_, job, sampling) = (job_of(manifest, i) for i in (0, 1))
+    name = manifest["metadata"]["name"]
+    given, follow = (shown(manifest, each, 0) for each in (training, sampling))
+    port = training["ports"][1]["containerPort"]
+    assert f"--fleet.listen=0.0.0.0:{port}" in given
+    assert f"--samplers=any:{job['completions']}" in given
+    assert follow[0] == "launch.serve"
+    # Process 0 of the trainer has the hub.
+    assert f"--follow=http://{name}-{trainer}-0-0.{name}:{port}" in follow
+    # Both programs read the same key, from the folder of the same secret.
+    assert "--fleet.key-file=/key/key" in given
+    assert "--api-key-file=/key/key" in follow
+    # Samplers fetch parameters from each other, at the server's default port.
+    assert "--host=0.0.0.0" in follow
+    assert sampling["ports"] == [{"containerPort": ServeConfig().port}]
+    # A dead sampler is started again; the end of the trainer is the end of the run.
+    assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
+    assert job["backoffLimit"] > 1000
+    assert "podFailurePolicy" not in job
+    assert manifest["spec"]["successPolicy"] == {
+        "operator": "All",
+        "targetReplicatedJobs": [trainer],
+    }
+    assert cli.read_options(grpo.PROGRAM, given[1:]).remote_samplers == 4
+    assert cli.read_options(serve.PROGRAM, follow[1:]).mesh == "tp8"

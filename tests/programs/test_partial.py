@@ -77,9 +77,44 @@ def test_a_step_takes_the_first_groups_and_the_others_go_on(coin, judges):
     # Every prompt once; missing ones are still running, or wait.
     assert set(seen.values()) == {1}
     state = trainer.meta()
-    rest = [g["prompt_id"] for g in (*state["flights"], *state["queue"])]
+    rest = [g["prompt_id"] for g in (*state["flights"], *state["queue"]["groups"])]
     assert sorted([*seen, *rest]) == list(range(trainer.experience.drawn))
     assert 1 in ages, "no sample was under way across an update"
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_a_step_waits_for_a_group_that_would_be_older_than_the_bound(
+    coin, judges, bound
+):
+    config = changed(
+        "rollout", partial=8, max_turns=3, max_prompt_tokens=16,
+        reward_grace_s=30.0, staleness=bound,
+    )  # fmt: skip
+    trainer = make_trainer(coin.Relay(), judges, config)
+    episodes, held, rounds = trainer.experience.collector.episodes, [], 0
+    whole_round = episodes.round
+
+    def slow_round(*arguments) -> list:
+        """The episodes of the first prompt end 150 rounds late."""
+        nonlocal rounds
+        rounds += 1
+        ended = whole_round(*arguments)
+        held.extend(each for each in ended if each.prompt_id == 0)
+        if rounds < 150:
+            return [each for each in ended if each.prompt_id]
+        late, held[:] = [*held], []
+        return [*late, *(each for each in ended if each.prompt_id)]
+
+    episodes.round = slow_round
+    taken, oldest = dict[int, int](), 0.0
+    for number in range(1, 5):
+        metrics, groups = trainer.step(number)
+        assert len(groups) == 4
+        taken |= {group.prompt_id: number for group in groups}
+        oldest = max(oldest, metrics["rollout/staleness_max"])
+    # Group 0 was begun for step 1.
+    assert taken.get(0) == (None if bound is None else 1 + bound)
+    assert oldest == bound or bound is None
 
 
 def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judges):

@@ -64,7 +64,7 @@ def test_dynamic_sampling_trains_on_spread_and_keeps_the_surplus(coin, judges):
         assert metrics["rollout/staleness"] == pytest.approx(mean)
         assert (trainer.experience.drawn - drawn) % 4 == 0
         refilled += trainer.experience.drawn - drawn > 4
-        waiting = [value["prompt_id"] for value in trainer.meta()["queue"]]
+        waiting = [value["prompt_id"] for value in trainer.meta()["queue"]["groups"]]
         kept += len(waiting) > 0
     assert refilled, "no step needed a second draw: the test shows nothing"
     assert kept, "no group ever waited: the test shows nothing"
@@ -124,7 +124,7 @@ def test_without_dynamic_sampling_every_group_is_trained_on(coin, judges):
     trainer = make_trainer(coin.Coin(), judges)
     metrics, groups = trainer.step(1)
     assert [group.prompt_id for group in groups] == [0, 1, 2, 3]
-    assert trainer.meta()["queue"] == []
+    assert trainer.meta()["queue"] == {"groups": [], "begun": []}
     assert metrics["rollout/staleness"] == 0
     assert metrics["publish/bytes_moved"] == 0
     rewards = [r.reward for group in groups for r in group.episodes]

@@ -1,10 +1,34 @@
-"""The address by which other machines reach a server of this process."""
+"""The addresses of a trainer and its samplers, as other machines see them."""
 
 import ipaddress
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["reachable"]
+from jaxrl_post.records.directory import RunDirectory
+
+__all__ = ["reachable", "trainer_url"]
+
+
+def trainer_url(follow: str) -> str:
+    """Returns the URL of a trainer.
+
+    Args:
+        follow: the URL itself, or the directory of the trainer's run.
+
+    Raises:
+        ConnectionError: no trainer has written its URL into the directory.
+
+    >>> trainer_url("http://10.0.0.1:7777/")
+    'http://10.0.0.1:7777'
+    """
+    if "://" in follow:
+        return follow.rstrip("/")
+    place = RunDirectory(Path(follow)).address
+    try:
+        return place.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConnectionError(f"no trainer has written {place}: {error}") from error
 
 
 def reachable(url: str, other: str | None) -> str:

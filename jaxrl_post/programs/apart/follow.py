@@ -32,7 +32,7 @@ from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.models import abstract, param_specs
 from jaxrl_post.pretrained.families import read_config
-from jaxrl_post.programs.apart.address import reachable
+from jaxrl_post.programs.apart.address import reachable, trainer_url
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.build.layouts import SamplerLayout, bound, sampler_layout
 from jaxrl_post.rollout.weights import Published, Transfer
@@ -48,7 +48,7 @@ def follow(config: ServeConfig, *, console: Console) -> None:
     """Samples for a trainer until its run is over, or SIGTERM or Ctrl-C.
 
     Args:
-        config: the options; `follow` is the trainer's address.
+        config: the options; `follow` says where the trainer is.
         console: for messages to the user.
 
     Raises:
@@ -58,7 +58,8 @@ def follow(config: ServeConfig, *, console: Console) -> None:
     """
     assert config.follow is not None, "the caller has asked"
     key, stop = read_key(config), threading.Event()
-    connect = functools.partial(TrainerClient, config.follow, key)
+    where = functools.partial(trainer_url, config.follow)
+    connect = functools.partial(TrainerClient, where, key)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -72,7 +73,7 @@ def follow(config: ServeConfig, *, console: Console) -> None:
             follower = _follower(config, welcome, connect, model, engine, layout, say)
             app = relay_app(follower.payload, follower.state, key)
             with serving(app, config.host, config.port, name="relay") as (url, _):
-                url = reachable(url, urlsplit(config.follow).netloc)
+                url = reachable(url, urlsplit(where()).netloc)
                 follower.facts = {**follower.facts, "url": url}
                 say(f"sampler {follower.name} at {url}; Ctrl-C ends it")
                 follower.run(stop.is_set)

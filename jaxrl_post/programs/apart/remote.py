@@ -21,6 +21,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import FleetConfig
 from jaxrl_post.extras import install
+from jaxrl_post.files import replace_file
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.pretrained.families import write_config
@@ -238,7 +239,11 @@ def _parts(array: jax.Array) -> list[tuple[tuple[tuple[int, int], ...], np.ndarr
 
 @contextlib.contextmanager
 def open_remote(
-    updater: Updater, *, console: Console, should_stop: Callable[[], bool]
+    updater: Updater,
+    address: Path,
+    *,
+    console: Console,
+    should_stop: Callable[[], bool],
 ) -> Iterator[Remote]:
     """Opens the address at which samplers in other processes join a run.
 
@@ -247,6 +252,7 @@ def open_remote(
 
     Args:
         updater: has the options, the model and the parameters.
+        address: file for the URL at which samplers join.
         console: for messages to the user.
         should_stop: whether the run is to end; too few samplers are not waited for
             then.
@@ -283,6 +289,7 @@ def open_remote(
         if hub is not None:
             hub.attach(loop)
             hub.tell = functools.partial(_tell, remote, console)
+            replace_file(address, f"{shown}\n")
             console.print(
                 f"samplers join at {shown}: python -m launch.serve --follow {shown}",
                 markup=False,
