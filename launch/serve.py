@@ -4,8 +4,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rich.console import Console
+
 from jaxrl_post.config.serve import ServeConfig, check_server
 from launch import cli
+from launch.several import several
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
@@ -13,7 +16,14 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     from jaxrl_post.programs.run import RUN_ERRORS
     from jaxrl_post.programs.serve import run_server
 
-    return run_server, RUN_ERRORS
+    def serve(config: ServeConfig, *, console: Console, command: str) -> None:
+        if config.follow is None:
+            run_server(config, console=console, command=command)
+            return
+        with several(config.processes, console, RUN_ERRORS) as shown:
+            run_server(config, console=shown, command=command)
+
+    return serve, RUN_ERRORS
 
 
 PROGRAM = cli.Program(

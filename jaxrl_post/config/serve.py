@@ -19,13 +19,22 @@ from jaxrl_post.config.fields import (
     check_numbers,
 )
 from jaxrl_post.config.paths import check_paths
+from jaxrl_post.config.run import ProcessesConfig
 from jaxrl_post.mesh_spec import read_mesh
 
-__all__ = ["ChatConfig", "ServeConfig", "check_chat", "check_server", "read_key"]
+__all__ = [
+    "ChatConfig",
+    "ServeConfig",
+    "check_chat",
+    "check_server",
+    "is_loopback",
+    "read_key",
+]
 
 # Options that a sampler of a training run reads.
 FOLLOWING = {
     "api_key_file", "follow", "follow_wait_s", "host", "mesh", "name", "port",
+    "processes",
 }  # fmt: skip
 
 
@@ -40,8 +49,8 @@ class ServeConfig:
         follow: address of a trainer that was started with --samplers any:N, or the
             directory of its run, which need not be there yet. This process then samples
             for that run, with the trainer's model and options of sampling; of the
-            options here `mesh`, `name`, `host`, `port` and `api_key_file` (the
-            trainer's --fleet.key-file) apply.
+            options here `mesh`, `name`, `host`, `port`, `processes` and `api_key_file`
+            (the trainer's --fleet.key-file) apply.
         follow_wait_s: seconds for which such a trainer may be away, such as while it
             resumes from a checkpoint.
         step: step of the run whose checkpoint is read; None for the model of a finished
@@ -86,6 +95,7 @@ class ServeConfig:
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
+        processes: the processes of a sampler on several hosts, with `follow`.
     """
 
     model: str = ""
@@ -116,6 +126,7 @@ class ServeConfig:
     seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
 
 
 def check_server(config: ServeConfig) -> None:
@@ -138,7 +149,7 @@ def check_server(config: ServeConfig) -> None:
     key = config.api_key_file
     if key is not None and not Path(key).is_file():
         raise ConfigError(f"--api-key-file: there is no file {key}")
-    if key is None and not _is_loopback(config.host):
+    if key is None and not is_loopback(config.host):
         raise ConfigError(
             f"--host: {config.host} can be reached from other machines, where any "
             "client could use the model; give --api-key-file, or listen on 127.0.0.1"
@@ -149,6 +160,11 @@ def _check_follow(config: ServeConfig) -> None:
     """Refuses options that a sampler of a training run does not read."""
     follow = config.follow
     if follow is None:
+        if config.processes != ProcessesConfig():
+            raise ConfigError(
+                "--processes.*: a server is one process; only with --follow a sampler "
+                "may have several; drop the options"
+            )
         if not config.model:
             raise ConfigError(
                 "--model: is missing; give a model, or --follow a trainer"
@@ -188,7 +204,8 @@ def read_key(config: ServeConfig) -> str | None:
     return key
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
     if host == "localhost":
         return True
     try:

@@ -15,7 +15,7 @@ from jaxrl_post.fleet import wire
 from jaxrl_post.fleet.holders import Refer, Send
 from jaxrl_post.fleet.hub import Hub, NameTakenError
 from jaxrl_post.fleet.leases import UnknownSamplerError
-from jaxrl_post.fleet.manifest import to_json
+from jaxrl_post.fleet.manifest import Manifest, to_json
 
 __all__ = ["hub_app", "relay_app"]
 
@@ -132,6 +132,9 @@ def relay_app(
     held: Callable[[str], bytes | memoryview | None],
     state: Callable[[], dict[str, Any]],
     key: str | None,
+    *,
+    expected: Callable[[str], bool] = lambda key: False,
+    manifest_of: Callable[[str], Manifest | None] = lambda digest: None,
 ) -> Starlette:
     """The application by which samplers fetch from each other what they hold.
 
@@ -139,10 +142,22 @@ def relay_app(
         held: returns a payload by its key; None if it is not held.
         state: of the sampler, for people and their tools.
         key: as for `hub_app`.
+        expected: whether a payload that is not held is being fetched.
+        manifest_of: returns the manifest of a version by its digest; None if the
+            version is neither held nor being fetched.
     """
 
+    async def manifest(http: HttpRequest) -> Response:
+        found = manifest_of(http.path_params["digest"])
+        if found is None:
+            raise _RefusedError(404, "this version is not here", "gone")
+        return _bytes(await asyncio.to_thread(to_json, found))
+
     async def payload(http: HttpRequest) -> Response:
-        data = held(http.path_params["key"])
+        name = http.path_params["key"]
+        data = held(name)
+        if data is None and expected(name):
+            return JSONResponse({"ask": {}, "wait": ()}, status_code=303)
         if data is None:
             raise _RefusedError(404, "this payload is not here", "gone")
         return _bytes(data)
@@ -152,7 +167,12 @@ def relay_app(
         return JSONResponse(state())
 
     return _app(
-        key, [("GET", "/weights/payloads/{key}", payload), ("GET", "/health", health)]
+        key,
+        [
+            ("GET", "/weights/{digest}/manifest", manifest),
+            ("GET", "/weights/payloads/{key}", payload),
+            ("GET", "/health", health),
+        ],
     )
 
 

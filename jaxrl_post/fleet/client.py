@@ -20,6 +20,8 @@ __all__ = ["AwayError", "NotAdmittedError", "Reply", "TrainerClient"]
 
 # Seconds for connecting, and for a message or a piece of the weights.
 CONNECT_S, ANSWER_S = 5.0, 60.0
+# Most threads that use one client.
+STREAMS = 8
 # Seconds between two requests for a payload that other samplers are still fetching.
 AGAIN_S = 0.02
 # Seconds after which a sampler that should have a payload, or get it, is passed over.
@@ -69,7 +71,11 @@ class TrainerClient:
         # It reads a body into one piece of memory. httpx2 passes 64 KiB at a time
         # through a parser in Python, which takes several times as long.
         self._http = urllib3.PoolManager(
-            headers=headers, timeout=_timeout(ANSWER_S), retries=False
+            headers=headers,
+            timeout=_timeout(ANSWER_S),
+            retries=False,
+            # Connections that are kept: threads fetch payloads from several samplers.
+            maxsize=STREAMS,
         )
         # Payloads that this sampler has and has not told of.
         self._held = collections.deque[str]()

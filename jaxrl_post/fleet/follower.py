@@ -3,6 +3,9 @@
 The engine runs in the caller's thread. Three others talk: one waits for orders and is
 the sign of life, one tells news, one fetches versions while the engine decodes. When
 the trainer is away the engine finishes what it has, and the sampler joins again.
+
+Of a sampler of several processes, process 0 does this, and passes versions on to the
+others, whose engines follow its turns (`fleet.turns`).
 """
 
 import contextlib
@@ -10,7 +13,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +22,17 @@ from jaxrl_post.fleet.client import AwayError, TrainerClient
 from jaxrl_post.fleet.image import Image, stage
 from jaxrl_post.fleet.leases import UnknownSamplerError
 from jaxrl_post.fleet.ledger import member_of
-from jaxrl_post.fleet.orders import News, Order, PolicyVersion, Progress
+from jaxrl_post.fleet.manifest import Manifest
+from jaxrl_post.fleet.orders import (
+    Grant,
+    News,
+    Order,
+    PolicyVersion,
+    Progress,
+    Revoke,
+)
 from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ProbeRows, ask
+from jaxrl_post.fleet.turns import Event, Turn
 from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.rollout.weights import Published
 
@@ -43,9 +55,16 @@ class _Staged:
     """A version whose arrays are here."""
 
     policy: PolicyVersion
-    sampler: Published
+    image: Image
     answers: ProbeAnswers
     attempt: int
+    # None: it is bound when it is tried.
+    sampler: Published | None
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Digest and attempt."""
+        return self.policy.digest, self.attempt
 
 
 @dataclass
@@ -64,13 +83,17 @@ class Follower:
 
     Attributes:
         name: of this sampler, unique among the trainer's.
-        connect: makes a connection to the trainer; called once in each thread.
+        connect: makes a connection to the trainer, or in other processes than process 0
+            to the relay of process 0; called once in each thread.
         facts: what the trainer checks when this sampler joins.
-        opened: binds the engine to the arrays of a version; called in a thread.
+        opened: binds the engine to the arrays of a version; called in a thread, unless
+            there are several processes.
         rows: of the probe.
         vocab: number of token ids.
         away_s: seconds for which the trainer may be away.
         say: gets a line for people.
+        together: with several processes, makes the turn of all of a process's own.
+        leads: whether this process talks to the trainer.
     """
 
     name: str
@@ -81,17 +104,23 @@ class Follower:
     vocab: int
     away_s: float = 600.0
     say: Callable[[str], None] = lambda line: None
+    together: Callable[[Turn], Turn] | None = None
+    leads: bool = True
     # Versions that are here, by digest, the newest last.
     images: dict[str, Image] = field(default_factory=dict, init=False)
     examiner: Examiner = field(default_factory=Examiner, init=False)
-    # Payloads of the version that is being fetched.
+    # The version that is being fetched, its digests, and the payloads that are here.
+    _coming: tuple[Manifest | None, frozenset[str]] = field(
+        default=(None, frozenset()), init=False
+    )
     _arriving: dict[str, memoryview] = field(default_factory=dict, init=False)
     ended: str = field(default="", init=False)
     _worker: OrderWorker = field(default_factory=OrderWorker, init=False)
     _inbox: "queue.SimpleQueue[Any]" = field(
         default_factory=queue.SimpleQueue, init=False
     )
-    _staged: list[_Staged] = field(default_factory=list, init=False)
+    # Versions that are here and not tried, the oldest first.
+    _staged: dict[tuple[str, int], _Staged] = field(default_factory=dict, init=False)
     # Digests of the versions that the engine has, or is about to try.
     _opened: set[str] = field(default_factory=set, init=False)
     _refused: dict[str, str] = field(default_factory=dict, init=False)
@@ -101,6 +130,8 @@ class Follower:
         default_factory=threading.Condition, init=False, repr=False
     )
     _wanted: list[PolicyVersion] = field(default_factory=list, init=False)
+    # What was wanted at the last turn: the engine keeps these.
+    _kept: Sequence[PolicyVersion] = field(default=(), init=False)
     # Versions to fetch again, and whether whole, by digest.
     _attempts: dict[str, int] = field(default_factory=dict, init=False)
     _doing: str = field(default="starting", init=False)
@@ -121,20 +152,29 @@ class Follower:
         threads = [
             threading.Thread(target=self._guarded, args=(work,), daemon=True, name=name)
             for name, work in (
+                ("weights", self._fetch_versions),
                 ("orders", self._hear_orders),
                 ("news", self._tell_news),
-                ("weights", self._fetch_versions),
-            )
+            )[: 3 if self.leads else 1]
         ]
         for thread in threads:
             thread.start()
         try:
-            while not (should_stop() or self.ended):
+            while self._turn(stop=should_stop()):
                 if self._error is not None:
                     raise self._error
-                self._turn()
         finally:
             self._stop(threads, self.ended or "it was stopped")
+
+    def manifest(self, digest: str) -> Manifest | None:
+        """Returns the manifest of a version that is here or being fetched, or None."""
+        held = [image.manifest for image in [*self.images.values()]]
+        found = [each for each in (self._coming[0], *held) if each is not None]
+        return next((each for each in found if each.digest == digest), None)
+
+    def expects(self, key: str) -> bool:
+        """Whether a payload belongs to the version that is being fetched."""
+        return key in self._coming[1]
 
     def payload(self, key: str) -> bytes | memoryview | None:
         """Returns a payload for other samplers; None if it is not here."""
@@ -154,25 +194,47 @@ class Follower:
 
     # The engine's thread.
 
-    def _turn(self) -> None:
-        """Takes what has come, tries a version that is new, decodes a burst."""
+    def _turn(self, *, stop: bool) -> bool:
+        """Takes what has come, tries a version that is new, decodes a burst.
+
+        Returns whether there is another turn.
+        """
         worker = self._worker
-        wait = not worker.busy and not self._staged
-        for item in self._news_of_threads(IDLE_S if wait else 0.0):
-            if item is None:
+        # The others wait for process 0.
+        wait_s = 0.0
+        if self.leads and not (stop or worker.busy):
+            wait_s = FIRST_S if self._staged else IDLE_S
+        turn = self._come(wait_s, stop=stop)
+        if turn.stop:
+            return False
+        for event in turn.events:
+            if event is None:
                 worker.reset()
-            elif isinstance(item, _Staged):
-                self._staged.append(item)
+            elif isinstance(event, Grant | Revoke):
+                worker.order(event)
             else:
-                worker.order(item)
-        if self._staged and worker.empty:
-            self._try(self._staged.pop(0))
+                self._kept = event
+                if not self.leads:
+                    self._want(event)
+        if turn.fetched and worker.empty:
+            self._try(self._staged.pop(turn.fetched[0]))
         self._let_go()
         progress = worker.step()
         doing = "sampling" if worker.busy else "waiting for work"
         if self._fetching:
             doing = f"{doing}, {self._fetching}"
         self._tell(doing, progress)
+        return True
+
+    def _come(self, wait_s: float, *, stop: bool) -> Turn:
+        events = list[Event]()
+        for item in self._news_of_threads(wait_s):
+            if isinstance(item, _Staged):
+                self._staged[item.name] = item
+            else:
+                events.append(item)
+        own = Turn(tuple(events), tuple(self._staged), stop or bool(self.ended))
+        return own if self.together is None else self.together(own)
 
     def _news_of_threads(self, wait_s: float) -> list[Any]:
         found = list[Any]()
@@ -187,8 +249,9 @@ class Follower:
     def _try(self, staged: _Staged) -> None:
         """Admits a version whose log-probs are the trainer's."""
         digest = staged.policy.digest
+        sampler = staged.sampler or self.opened(staged.image, staged.policy.version)
         try:
-            found = ask(staged.sampler, self.rows, self.vocab)
+            found = ask(sampler, self.rows, self.vocab)
             self.examiner.examine(found, staged.answers)
         except ProbeError as error:
             self.say(f"version {staged.policy.version}: {error}")
@@ -201,13 +264,13 @@ class Follower:
                 self._lock.notify_all()
             return
         finally:
-            staged.sampler.renew()
-        self._worker.policies[digest] = staged.sampler
+            sampler.renew()
+        self._worker.policies[digest] = sampler
 
     def _let_go(self) -> None:
         """Frees the versions that are needed no more."""
         with self._lock:
-            wanted = {policy.digest for policy in self._wanted} | self._worker.needed
+            wanted = {policy.digest for policy in self._kept} | self._worker.needed
             for digest in self._worker.policies.keys() - wanted:
                 del self._worker.policies[digest]
                 # A trainer that resumes may want it again.
@@ -305,11 +368,15 @@ class Follower:
             if number > session.acknowledged:
                 session.acknowledged = number
                 self._inbox.put(order)
+        wanted = [PolicyVersion(*each) for each in policies]
+        if wanted != self._wanted:
+            self._inbox.put(tuple(wanted))
+            self._want(wanted)
+
+    def _want(self, policies: Sequence[PolicyVersion]) -> None:
         with self._lock:
-            wanted = [PolicyVersion(*each) for each in policies]
-            if wanted != self._wanted:
-                self._wanted = wanted
-                self._lock.notify_all()
+            self._wanted = list(policies)
+            self._lock.notify_all()
 
     def _tell_news(self, trainer: TrainerClient) -> None:
         """Tells the trainer what is new, until it has heard it."""
@@ -384,26 +451,33 @@ class Follower:
         held = None
         if not attempt and self.images:
             held = list(self.images.values())[-1]
-        session = self._session
-        if session is None:
+        session, member = self._session, ""
+        if session is not None:
+            member = member_of(self.name, session.epoch)
+        elif self.leads:
             raise AwayError("this sampler has not joined")
-        member = member_of(self.name, session.epoch)
 
         def get(key: str, size: int) -> bytes:
             return trainer.payload(member, key, size)
 
+        self._coming = manifest, manifest.keys
         try:
             image = stage(
                 manifest,
                 get,
                 held,
-                seed=zlib.crc32(member.encode()),
+                # The same in all processes of this sampler, which fetch in one order.
+                seed=zlib.crc32(self.name.encode()),
                 arrived=self._arriving.__setitem__,
             )
-            trainer.flush(member)
+            if self.leads:
+                trainer.flush(member)
         finally:
+            self._coming = None, frozenset()
             self._arriving.clear()
-        sampler = self.opened(image, policy.version)
+        sampler = None
+        if self.together is None:
+            sampler = self.opened(image, policy.version)
         answers = ProbeAnswers.from_json(manifest.extra)
         for digest in [*self.images]:
             # The last one stays: the next deltas build on it.
@@ -415,7 +489,7 @@ class Follower:
             self._opened.add(policy.digest)
             if self._attempts.get(policy.digest) == attempt:
                 del self._attempts[policy.digest]
-        self._inbox.put(_Staged(policy, sampler, answers, attempt))
+        self._inbox.put(_Staged(policy, image, answers, attempt, sampler))
 
     def _waits(self) -> Iterator[float]:
         """Seconds to wait before each next attempt to reach the trainer.

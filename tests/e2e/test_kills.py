@@ -253,6 +253,7 @@ def in_turn(count: int, *targets: str) -> list[str]:
     return list(itertools.islice(itertools.cycle(targets), count))
 
 
+@pytest.mark.all  # test_fleet.py kills the trainer, programs/test_agents.py an agent.
 @pytest.mark.processes
 @pytest.mark.slow("starts three trainers, whose agents and servers are killed")
 def test_a_run_with_agents_outlives_each_of_its_programs(

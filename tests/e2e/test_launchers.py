@@ -145,8 +145,12 @@ def assert_folders(run: Path, name: str) -> None:
 
 
 # A variant of these has the same state and more (an adapter, another divergence), or
-# another loss alone; they are in the longer tier.
-PLAINER = {"ppo", "ppo_shared", "reward", "distill", "distill_whole", "lora", "kto"}
+# another loss alone, or programs/test_resume.py compares the same; they are in the
+# longer tier.
+PLAINER = {
+    *("ppo", "ppo_lora", "ppo_shared", "reward", "distill", "distill_whole"),
+    *("drafted", "lora", "kto"),
+}
 
 
 @pytest.mark.meshes

@@ -203,6 +203,7 @@ def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_pat
     assert saved["mesh"] == "dp2,fsdp2,ep1,cp1,tp2"
 
 
+@pytest.mark.all  # The same by one process: test_resume.py, and test_two_processes.
 @pytest.mark.slow("starts two trainers, three times")
 def test_neither_a_signal_nor_a_death_changes_anything(
     program, run_here, model, two_processes, tmp_path

@@ -46,6 +46,7 @@ def measured(run) -> dict[int, dict[str, float]]:
 
 @pytest.mark.processes
 @pytest.mark.meshes
+@pytest.mark.all  # programs/test_partial.py resumes episodes of several turns.
 @pytest.mark.slow("compiles a run with tools on eight devices, twice")
 def test_a_run_with_tools_goes_on_as_if_it_had_not_stopped(run_here, tmp_path):
     run = tmp_path / "run"

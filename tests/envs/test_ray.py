@@ -131,6 +131,7 @@ def test_a_node_may_die_under_ten_thousand_judgements(nodes, scripted):
     check_that_a_node_may_die(nodes, scripted, 10_000)
 
 
+@pytest.mark.all  # test_a_node_may_die kills a node too.
 @pytest.mark.slow("starts another node of a cluster")
 def test_sessions_go_on_when_their_node_dies(nodes, scripted):
     sessions = [f"s{number}" for number in range(8)]

@@ -19,6 +19,7 @@ from jaxrl_post.fleet.image import Image
 from jaxrl_post.fleet.orders import PolicyVersion
 from jaxrl_post.fleet.probe import ProbeAnswers, ProbeRows, ask
 from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
+from jaxrl_post.fleet.turns import Turn
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request
 from jaxrl_post.serve.threads import serving
@@ -150,9 +151,25 @@ class Trainer:
 
 
 class Sampler:
-    """A follower in a thread, with an engine of its own."""
+    """A follower in a thread, with an engine of its own.
 
-    def __init__(self, name: str, url: str, *, key: str | None = None) -> None:
+    Args:
+        name: of the sampler.
+        url: of the trainer, or of the relay of the sampler's process 0.
+        key: that the trainer asks for.
+        together: of a sampler of several processes.
+        leads: whether it is process 0.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        key: str | None = None,
+        together: Callable[[Turn], Turn] | None = None,
+        leads: bool = True,
+    ) -> None:
         self.lines = list[str]()
         self._engine, self._stop = engine(), threading.Event()
         self.follower = Follower(
@@ -164,12 +181,22 @@ class Sampler:
             vocab=VOCAB,
             away_s=PATIENCE_S,
             say=self.lines.append,
+            together=together,
+            leads=leads,
         )
         self.error: BaseException | None = None
         self._stack = contextlib.ExitStack()
-        app = relay_app(self.follower.payload, self.follower.state, None)
-        own, _ = self._stack.enter_context(serving(app, "127.0.0.1", 0, name="relay"))
-        self.follower.facts = {**self.follower.facts, "url": own}
+        app = relay_app(
+            self.follower.payload,
+            self.follower.state,
+            None,
+            expected=self.follower.expects,
+            manifest_of=self.follower.manifest,
+        )
+        self.relay, _ = self._stack.enter_context(
+            serving(app, "127.0.0.1", 0, name="relay")
+        )
+        self.follower.facts = {**self.follower.facts, "url": self.relay}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

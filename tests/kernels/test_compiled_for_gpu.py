@@ -65,7 +65,7 @@ runtime_version { major: 12 minor: 9 }
 """
 # Bytes of shared memory that a block of threads may have.
 SHARED_MEMORY = 227 * 1024
-PART = {"qwen2.5-0.5b", "llama-3.1-8b", "deepseek-v3, tp8", "odd"}
+PART = {"llama-3.1-8b", "deepseek-v3, tp8", "odd"}
 DECODE_PART = {"llama-3.1-8b, int8", "deepseek-v3, tp8", "odd"}
 
 

@@ -127,6 +127,7 @@ def test_a_policy_loss(page):
     assert row["policy/clip_fraction_high"] == row["policy/clip_fraction_low"] == 0
 
 
+@pytest.mark.all
 @pytest.mark.processes
 def test_a_kl(page):
     opened = page("kl")
@@ -151,6 +152,7 @@ def test_a_kl(page):
     assert row["policy/kl_to_reference"] > 0
 
 
+@pytest.mark.all
 @pytest.mark.processes
 def test_a_correction(page):
     opened = page("correction")
@@ -217,6 +219,7 @@ def test_an_environment(page):
     assert any("eval/right" in row for row in rows)
 
 
+@pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.slow("a run of several turns, with worker processes")
 def test_a_tool(page):
@@ -238,6 +241,7 @@ def test_a_tool(page):
     assert row["env/tools/calls"] >= 0
 
 
+@pytest.mark.all
 @pytest.mark.processes
 def test_an_agent(page):
     pytest.importorskip("openai", reason="needs the client 'openai'")

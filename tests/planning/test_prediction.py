@@ -159,6 +159,7 @@ def test_decoding_under_fsdp_receives_the_weights_at_every_step(tmp_path):
     )
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
 def test_another_layout_is_paid_for_once_and_saves_every_step(tmp_path, capsys):
@@ -180,7 +181,9 @@ def test_another_layout_is_paid_for_once_and_saves_every_step(tmp_path, capsys):
 
 @pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
-@pytest.mark.parametrize("scan", ["--scan-layers", "--no-scan-layers"])
+@pytest.mark.parametrize(
+    "scan", ["--scan-layers", pytest.param("--no-scan-layers", marks=pytest.mark.all)]
+)
 def test_a_loop_over_layers_counts_as_its_layers(tmp_path, scan):
     made = planned(tmp_path, "--mesh=fsdp4", "--row-tokens=512", scan)
     (found,) = programs(made, "accumulate")
@@ -197,6 +200,7 @@ def test_a_loop_over_layers_counts_as_its_layers(tmp_path, scan):
     assert received < 4.5 * layers + 4 * tables
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("compiled_anew")
 @tpu_compiler
 def test_both_pools_are_compiled(tmp_path, capsys):

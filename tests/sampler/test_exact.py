@@ -231,8 +231,8 @@ def test_latents_give_what_the_form_of_training_gives(family):
     [
         ("dense", tiny.F32),
         ("windows", tiny.F32),
-        ("experts", tiny.BF16),
-        ("latent", tiny.F32),
+        pytest.param("experts", tiny.BF16, marks=pytest.mark.all),
+        pytest.param("latent", tiny.F32, marks=pytest.mark.all),
         ("latent_experts", tiny.BF16),
     ],
     ids=str,

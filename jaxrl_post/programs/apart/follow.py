@@ -1,4 +1,8 @@
-"""A sampler that follows a trainer, for `launch.serve --follow`."""
+"""A sampler that follows a trainer, for `launch.serve --follow`.
+
+It may have several processes, with one mesh over the devices of all. Process 0 talks to
+the trainer, and the others fetch the parameters from it.
+"""
 
 import contextlib
 import functools
@@ -21,13 +25,14 @@ from rich.console import Console
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.rollout import RolloutConfig
-from jaxrl_post.config.serve import ServeConfig, read_key
+from jaxrl_post.config.serve import ServeConfig, is_loopback, read_key
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.fleet.app import relay_app
 from jaxrl_post.fleet.client import AwayError, NotAdmittedError, TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.image import Image
 from jaxrl_post.fleet.probe import ProbeRows
+from jaxrl_post.fleet.turns import together
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.models import abstract, param_specs
@@ -38,10 +43,13 @@ from jaxrl_post.programs.build.layouts import SamplerLayout, bound, sampler_layo
 from jaxrl_post.rollout.weights import Published, Transfer
 from jaxrl_post.sampler import Engine
 from jaxrl_post.serve.threads import serving
-from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, processes
 from jaxrl_post.types import PyTree
 
 __all__ = ["follow"]
+
+# Seconds that other processes wait for process 0 in addition to `follow_wait_s`.
+MARGIN_S = 600.0
 
 
 def follow(config: ServeConfig, *, console: Console) -> None:
@@ -49,7 +57,7 @@ def follow(config: ServeConfig, *, console: Console) -> None:
 
     Args:
         config: the options; `follow` says where the trainer is.
-        console: for messages to the user.
+        console: for messages to the user; a silent one in other processes than 0.
 
     Raises:
         ConfigError: the trainer does not take this sampler, or the address is taken.
@@ -66,20 +74,59 @@ def follow(config: ServeConfig, *, console: Console) -> None:
 
     try:
         with _signals(stop, say):
-            welcome = _welcomed(connect, config.follow_wait_s, stop, say)
+            _check_reached(config)
+            welcome = None
+            if not processes.index():
+                welcome = _welcomed(connect, config.follow_wait_s, stop, say)
+            # The others wait for process 0, which waits for the trainer.
+            deadline_s = config.follow_wait_s + MARGIN_S
+            welcome = processes.agree("welcome", welcome, deadline_s=deadline_s)
             if welcome is None:
                 return
             model, engine, layout = _opened(config, welcome)
             follower = _follower(config, welcome, connect, model, engine, layout, say)
-            app = relay_app(follower.payload, follower.state, key)
-            with serving(app, config.host, config.port, name="relay") as (url, _):
-                url = reachable(url, urlsplit(where()).netloc)
-                follower.facts = {**follower.facts, "url": url}
+            with _relaying(config, follower, where, key) as url:
+                if not follower.leads:
+                    follower.connect = functools.partial(
+                        TrainerClient, lambda: url, key
+                    )
                 say(f"sampler {follower.name} at {url}; Ctrl-C ends it")
                 follower.run(stop.is_set)
             say(follower.ended or "ended")
     except NotAdmittedError as error:
         raise ConfigError(f"--follow: {error}") from error
+
+
+def _check_reached(config: ServeConfig) -> None:
+    """Refuses an address at which other hosts' processes cannot fetch parameters."""
+    hosts = processes.exchange("hosts", socket.gethostname())
+    if len({*hosts}) > 1 and is_loopback(config.host):
+        raise ConfigError(
+            f"--host: the sampler's processes on {', '.join(sorted({*hosts}))} fetch "
+            f"the parameters from process 0, and {config.host} is reached from its own "
+            "host alone; give --host 0.0.0.0 and --api-key-file to all of them"
+        )
+
+
+@contextlib.contextmanager
+def _relaying(
+    config: ServeConfig, follower: Follower, where: Callable[[], str], key: str | None
+) -> Iterator[str]:
+    """Passes the parameters on, in process 0; yields the URL."""
+    if not follower.leads:
+        yield processes.agree("relay", None)
+        return
+    app = relay_app(
+        follower.payload,
+        follower.state,
+        key,
+        expected=follower.expects,
+        manifest_of=follower.manifest,
+    )
+    with serving(app, config.host, config.port, name="relay") as (url, _):
+        url = reachable(url, urlsplit(where()).netloc)
+        follower.facts = {**follower.facts, "url": url}
+        yield processes.agree("relay", url)
 
 
 def _follower(
@@ -91,7 +138,8 @@ def _follower(
     layout: SamplerLayout,
     say: Callable[[str], None],
 ) -> Follower:
-    name = config.name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    own = config.name or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    name = processes.agree("name", own)
     facts = {"versions": versions(), "slots": engine.sizes.num_slots}
     return Follower(
         name=name,
@@ -102,6 +150,8 @@ def _follower(
         vocab=model.config.vocab_size,
         away_s=config.follow_wait_s,
         say=say,
+        together=together if processes.count() > 1 else None,
+        leads=not processes.index(),
     )
 
 
@@ -197,7 +247,8 @@ def _array(image: Image, path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
             f"--follow: {path} is {host.dtype.name} {host.shape}, and this sampler "
             f"expects {target.dtype.name} {target.shape}"
         )
-    return jax.device_put(host, target.sharding)
+    # Each process puts its own parts on its devices.
+    return jax.make_array_from_callback(host.shape, target.sharding, host.__getitem__)
 
 
 def _tokenizer(files: Mapping[str, str]) -> Tokenizer:
