@@ -349,7 +349,7 @@ def _following(
         return Simulated(device, version)
 
     follower = Follower(
-        name, functools.partial(TrainerClient, trainer), {}, bound, rows, VOCAB
+        name, functools.partial(TrainerClient, lambda: trainer), {}, bound, rows, VOCAB
     )
     stop = threading.Event()
     app = relay_app(follower.payload, follower.state, None)
