@@ -1,4 +1,4 @@
-"""How fast parameters travel between two processes of one machine, way by way.
+"""Measures the rate at which parameters travel between two processes of one machine.
 
     python -m benchmarks.transport --json benchmarks/results/transport_cpu.json
 
@@ -127,7 +127,7 @@ def _other(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def ways(options: Options, other: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What fetches everything once, by name."""
+    """Functions that fetch everything once, by name."""
     manifest = from_json(other["manifest"])
     pool = urllib3.PoolManager(maxsize=options.streams, retries=False)
     size = options.mib * MIB

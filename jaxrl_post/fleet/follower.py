@@ -5,7 +5,7 @@ the sign of life, one tells news, one fetches versions while the engine decodes.
 the trainer is away the engine finishes what it has, and the sampler joins again.
 
 Of a sampler of several processes, process 0 does this, and passes versions on to the
-others, whose engines follow its turns (`fleet.turns`).
+others, whose engines follow its ticks (`fleet.lockstep`).
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from jaxrl_post.fleet.client import AwayError, TrainerClient
 from jaxrl_post.fleet.image import Image, stage
 from jaxrl_post.fleet.leases import UnknownSamplerError
 from jaxrl_post.fleet.ledger import member_of
+from jaxrl_post.fleet.lockstep import Event, Tick
 from jaxrl_post.fleet.manifest import Manifest
 from jaxrl_post.fleet.orders import (
     Grant,
@@ -32,7 +33,6 @@ from jaxrl_post.fleet.orders import (
     Revoke,
 )
 from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ProbeRows, ask
-from jaxrl_post.fleet.turns import Event, Turn
 from jaxrl_post.fleet.worker import OrderWorker
 from jaxrl_post.rollout.weights import Published
 
@@ -92,7 +92,7 @@ class Follower:
         vocab: number of token ids.
         away_s: seconds for which the trainer may be away.
         say: gets a line for people.
-        together: with several processes, makes the turn of all of a process's own.
+        together: with several processes, makes the tick of all of a process's own.
         leads: whether this process talks to the trainer.
     """
 
@@ -104,7 +104,7 @@ class Follower:
     vocab: int
     away_s: float = 600.0
     say: Callable[[str], None] = lambda line: None
-    together: Callable[[Turn], Turn] | None = None
+    together: Callable[[Tick], Tick] | None = None
     leads: bool = True
     # Versions that are here, by digest, the newest last.
     images: dict[str, Image] = field(default_factory=dict, init=False)
@@ -130,7 +130,7 @@ class Follower:
         default_factory=threading.Condition, init=False, repr=False
     )
     _wanted: list[PolicyVersion] = field(default_factory=list, init=False)
-    # What was wanted at the last turn: the engine keeps these.
+    # The versions that were wanted at the last tick, which the engine keeps.
     _kept: Sequence[PolicyVersion] = field(default=(), init=False)
     # Versions to fetch again, and whether whole, by digest.
     _attempts: dict[str, int] = field(default_factory=dict, init=False)
@@ -160,7 +160,7 @@ class Follower:
         for thread in threads:
             thread.start()
         try:
-            while self._turn(stop=should_stop()):
+            while self._tick(stop=should_stop()):
                 if self._error is not None:
                     raise self._error
         finally:
@@ -194,20 +194,20 @@ class Follower:
 
     # The engine's thread.
 
-    def _turn(self, *, stop: bool) -> bool:
+    def _tick(self, *, stop: bool) -> bool:
         """Takes what has come, tries a version that is new, decodes a burst.
 
-        Returns whether there is another turn.
+        Returns whether there is another tick.
         """
         worker = self._worker
         # The others wait for process 0.
         wait_s = 0.0
         if self.leads and not (stop or worker.busy):
             wait_s = FIRST_S if self._staged else IDLE_S
-        turn = self._come(wait_s, stop=stop)
-        if turn.stop:
+        tick = self._come(wait_s, stop=stop)
+        if tick.stop:
             return False
-        for event in turn.events:
+        for event in tick.events:
             if event is None:
                 worker.reset()
             elif isinstance(event, Grant | Revoke):
@@ -216,8 +216,8 @@ class Follower:
                 self._kept = event
                 if not self.leads:
                     self._want(event)
-        if turn.fetched and worker.empty:
-            self._try(self._staged.pop(turn.fetched[0]))
+        if tick.fetched and worker.empty:
+            self._try(self._staged.pop(tick.fetched[0]))
         self._let_go()
         progress = worker.step()
         doing = "sampling" if worker.busy else "waiting for work"
@@ -226,14 +226,14 @@ class Follower:
         self._tell(doing, progress)
         return True
 
-    def _come(self, wait_s: float, *, stop: bool) -> Turn:
+    def _come(self, wait_s: float, *, stop: bool) -> Tick:
         events = list[Event]()
         for item in self._news_of_threads(wait_s):
             if isinstance(item, _Staged):
                 self._staged[item.name] = item
             else:
                 events.append(item)
-        own = Turn(tuple(events), tuple(self._staged), stop or bool(self.ended))
+        own = Tick(tuple(events), tuple(self._staged), stop or bool(self.ended))
         return own if self.together is None else self.together(own)
 
     def _news_of_threads(self, wait_s: float) -> list[Any]:

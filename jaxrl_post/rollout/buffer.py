@@ -167,8 +167,8 @@ class Buffer:
     def load(self, value: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Replaces the groups with the value of `to_json`."""
         if not isinstance(value, Mapping):
-            # Checkpoints of earlier versions have the groups alone. Of those that are
-            # under way it is not known when they were begun: they are waited for.
+            # Checkpoints of earlier versions have the groups alone. When unfinished
+            # groups were begun is not known, so they are waited for.
             value = {"groups": value, "begun": []}
         self._groups = [Group.from_json(each) for each in value["groups"]]
         self._begun = {prompt_id: step for prompt_id, step in value["begun"]}

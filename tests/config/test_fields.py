@@ -196,6 +196,9 @@ RULES = {
         "timeout_s": "greater than 0",
         "grace_s": "at least 0",
         "seed": "in [0, 4294967295]",
+        "processes.count": "at least 1",
+        "processes.index": "at least 0",
+        "processes.deadline_s": "greater than 0",
     },
     ChatConfig: {
         "step": "any",
@@ -241,7 +244,6 @@ RULES = {
         "rollout.max_prompt_tokens": "at least 1",
         "rollout.max_tokens": "at least 1",
         "rollout.ahead": "at least 0",
-        "rollout.staleness": "at least 1",
         "rollout.publish_mib": "at least 1",
         "rollout.num_slots": "at least 0",
         "rollout.steps_per_call": "at least 0",

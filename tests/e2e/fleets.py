@@ -102,7 +102,7 @@ class Watched:
 
 @dataclass
 class Fleet:
-    """A trainer and its samplers, of which a test kills or stops some.
+    """A trainer and its samplers, some of which a test kills or stops.
 
     The trainer's environment judges an answer only while there is a file
     (`coin.PacedCoin`), and the file is there while the run is not ahead of the

@@ -16,10 +16,10 @@ from jaxrl_post.fleet.client import TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.hub import Hub
 from jaxrl_post.fleet.image import Image
+from jaxrl_post.fleet.lockstep import Tick
 from jaxrl_post.fleet.orders import PolicyVersion
 from jaxrl_post.fleet.probe import ProbeAnswers, ProbeRows, ask
 from jaxrl_post.fleet.remote import RemoteFleet, RemoteSamplers
-from jaxrl_post.fleet.turns import Turn
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Completion, Engine, EngineConfig, Request
 from jaxrl_post.serve.threads import serving
@@ -167,7 +167,7 @@ class Sampler:
         url: str,
         *,
         key: str | None = None,
-        together: Callable[[Turn], Turn] | None = None,
+        together: Callable[[Tick], Tick] | None = None,
         leads: bool = True,
     ) -> None:
         self.lines = list[str]()

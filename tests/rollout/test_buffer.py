@@ -32,7 +32,7 @@ def test_a_step_takes_the_oldest_groups_that_have_ended():
     assert buffer.complete([0])
     assert ids(buffer.take()) == [1, 2]
     buffer.open(2)
-    # Group 3 waits, and group 0 is under way.
+    # Group 3 waits, and group 0 is unfinished.
     assert buffer.admits(1) == 2
 
 
@@ -141,7 +141,7 @@ def play(seed: int) -> int:
         assert len(taken) == size or (draws > 1 and not under_way)
         assert taken == sorted(taken)
         oldest = max([oldest, *(number - begun[each] for each in taken)])
-        # What is left can be trained on in time.
+        # The groups that are left can be trained on in time.
         trained += taken
     left = ids(buffer.take()) if len(buffer) <= size else None
     assert len({*trained}) == len(trained), "a group was trained on twice"

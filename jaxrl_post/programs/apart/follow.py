@@ -31,8 +31,8 @@ from jaxrl_post.fleet.app import relay_app
 from jaxrl_post.fleet.client import AwayError, NotAdmittedError, TrainerClient
 from jaxrl_post.fleet.follower import Follower
 from jaxrl_post.fleet.image import Image
+from jaxrl_post.fleet.lockstep import together
 from jaxrl_post.fleet.probe import ProbeRows
-from jaxrl_post.fleet.turns import together
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.models import abstract, param_specs

@@ -1,6 +1,6 @@
-"""The turns of a sampler of several processes: what all of them do, in one order.
+"""The ticks of a sampler of several processes: all of them do the same, in one order.
 
-Process 0 talks to the trainer. In each turn it tells the others what it has heard, and
+Process 0 talks to the trainer. In each tick it tells the others what it has heard, and
 hears which versions they have fetched. Then all do the same: take orders, try a version
 that is everywhere, decode a burst.
 """
@@ -12,14 +12,14 @@ from jaxrl_post.fleet import wire
 from jaxrl_post.fleet.orders import Grant, Order, PolicyVersion, Revoke
 from jaxrl_post.sharding import processes
 
-__all__ = ["Event", "Turn", "together"]
+__all__ = ["Event", "Tick", "together"]
 
 # An order; the policies that are wanted from now on; or None: all orders are void.
 type Event = Order | tuple[PolicyVersion, ...] | None
 
 
-class Turn(NamedTuple):
-    """The input of a turn.
+class Tick(NamedTuple):
+    """The input of a tick.
 
     Attributes:
         events: that have come, in their order.
@@ -33,11 +33,11 @@ class Turn(NamedTuple):
     stop: bool
 
 
-def together(turn: Turn) -> Turn:
-    """Returns the turn of all processes.
+def together(tick: Tick) -> Tick:
+    """Returns the tick of all processes.
 
     Args:
-        turn: of this process; the events of process 0 count.
+        tick: of this process; the events of process 0 count.
 
     Returns:
         Process 0's events, the versions that every process has fetched, and whether
@@ -46,22 +46,22 @@ def together(turn: Turn) -> Turn:
     Raises:
         ProcessesError: a process does not answer.
 
-    >>> together(Turn((None,), (("a1", 0),), stop=False))
-    Turn(events=(None,), fetched=(('a1', 0),), stop=False)
+    >>> together(Tick((None,), (("a1", 0),), stop=False))
+    Tick(events=(None,), fetched=(('a1', 0),), stop=False)
     """
     told = {
-        "events": "" if processes.index() else _written(turn.events),
-        "fetched": turn.fetched,
-        "stop": turn.stop,
+        "events": "" if processes.index() else _written(tick.events),
+        "fetched": tick.fetched,
+        "stop": tick.stop,
     }
-    everyone = processes.exchange("turn", told)
+    everyone = processes.exchange("tick", told)
     first = everyone[0]
     fetched = [
         (digest, attempt)
         for digest, attempt in first["fetched"]
         if all([digest, attempt] in map(list, each["fetched"]) for each in everyone)
     ]
-    return Turn(
+    return Tick(
         _read(first["events"]), tuple(fetched), any(each["stop"] for each in everyone)
     )
 

@@ -1,4 +1,4 @@
-"""A sampler of several processes: all take the same turns."""
+"""A sampler of several processes: all take the same ticks."""
 
 import threading
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_post.fleet import turns
+from jaxrl_post.fleet import lockstep
+from jaxrl_post.fleet.lockstep import Tick, together
 from jaxrl_post.fleet.orders import Grant, PolicyVersion, Revoke
-from jaxrl_post.fleet.turns import Turn, together
 from jaxrl_post.sampler import Request, SamplingParams
 from tests.e2e.fleets import free_port
 from tests.fleet.sockets import PATIENCE_S, Sampler, Trainer, alone, same
@@ -29,19 +29,19 @@ class World:
         processes = SimpleNamespace(
             index=lambda: self._thread.index, exchange=self._exchange
         )
-        monkeypatch.setattr(turns, "processes", processes)
+        monkeypatch.setattr(lockstep, "processes", processes)
 
-    def of(self, index: int) -> Callable[[Turn], Turn]:
+    def of(self, index: int) -> Callable[[Tick], Tick]:
         """`together` of a process."""
 
-        def found(turn: Turn) -> Turn:
+        def found(tick: Tick) -> Tick:
             self._thread.index = index
-            return together(turn)
+            return together(tick)
 
         return found
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
-        assert name == "turn"
+        assert name == "tick"
         self._values[self._thread.index] = value
         self._barrier.wait()
         found = list(self._values)
@@ -49,8 +49,8 @@ class World:
         return found
 
 
-def all_of(world: World, given: list[Turn]) -> list[Turn]:
-    """The turns that the processes take together."""
+def all_of(world: World, given: list[Tick]) -> list[Tick]:
+    """The ticks that the processes take together."""
     found: list[Any] = [None] * len(given)
 
     def take(index: int) -> None:
@@ -69,17 +69,17 @@ def all_of(world: World, given: list[Turn]) -> list[Turn]:
 def test_events_are_those_of_process_0_and_versions_those_of_all(monkeypatch):
     grant = Grant(7, POLICY, 2, Request(5, tuple(range(90)), 4, sampling=SAMPLING))
     events = (grant, Revoke(7, (1, 3)), None, (POLICY, PolicyVersion(4, "cd")), ())
-    first = Turn(events, (("ab", 0), ("cd", 1), ("ef", 0)), stop=False)
-    other = Turn((), (("ef", 0), ("cd", 1), ("ab", 1)), stop=False)
+    first = Tick(events, (("ab", 0), ("cd", 1), ("ef", 0)), stop=False)
+    other = Tick((), (("ef", 0), ("cd", 1), ("ab", 1)), stop=False)
     found = all_of(World(monkeypatch, 3), [first, other, first])
     # In process 0's order; "ab" is fetched for another attempt.
-    assert found == [Turn(events, (("cd", 1), ("ef", 0)), stop=False)] * 3
+    assert found == [Tick(events, (("cd", 1), ("ef", 0)), stop=False)] * 3
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_any_process_ends_all(monkeypatch, index):
-    given = [Turn((), (), stop=number == index) for number in range(2)]
-    assert all(turn.stop for turn in all_of(World(monkeypatch, 2), given))
+    given = [Tick((), (), stop=number == index) for number in range(2)]
+    assert all(tick.stop for tick in all_of(World(monkeypatch, 2), given))
 
 
 def test_processes_sample_the_same_by_the_parameters_of_process_0(monkeypatch):
