@@ -216,9 +216,10 @@ class Follower:
                 self._kept = event
                 if not self.leads:
                     self._want(event)
-        if tick.fetched and worker.empty:
-            self._try(self._staged.pop(tick.fetched[0]))
         self._let_go()
+        fetched = [name for name in tick.fetched if name in self._staged]
+        if fetched and worker.empty:
+            self._try(self._staged.pop(fetched[0]))
         progress = worker.step()
         doing = "sampling" if worker.busy else "waiting for work"
         if self._fetching:
@@ -268,13 +269,17 @@ class Follower:
         self._worker.policies[digest] = sampler
 
     def _let_go(self) -> None:
-        """Frees the versions that are needed no more."""
+        """Frees the versions that are needed no more, tried or not."""
+        wanted = {policy.digest for policy in self._kept}
+        stale = [name for name in self._staged if name[0] not in wanted]
+        tried = self._worker.policies.keys() - wanted - self._worker.needed
+        for name in stale:
+            del self._staged[name]
+        for digest in tried:
+            del self._worker.policies[digest]
         with self._lock:
-            wanted = {policy.digest for policy in self._kept} | self._worker.needed
-            for digest in self._worker.policies.keys() - wanted:
-                del self._worker.policies[digest]
-                # A trainer that resumes may want it again.
-                self._opened.discard(digest)
+            # A trainer that resumes may want them again.
+            self._opened -= tried | {digest for digest, _ in stale}
 
     def _tell(self, doing: str, progress: list[Progress]) -> None:
         ready = tuple(self._worker.policies)

@@ -295,7 +295,11 @@ def open_remote(
                 markup=False,
                 highlight=False,
             )
-        yield remote
+        try:
+            yield remote
+        finally:
+            if hub is not None:
+                address.unlink(missing_ok=True)
 
 
 def _hub(
