@@ -8,6 +8,7 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import FleetConfig
+from jaxrl_post.config.run import ProcessesConfig
 from jaxrl_post.config.serve import ServeConfig, check_server
 from launch import cli, grpo
 
@@ -95,6 +96,10 @@ def follow(**options) -> ServeConfig:
         (ServeConfig(follow="127.0.0.1:7777"), r"--follow: must be the trainer's addr"),
         (ServeConfig(follow="ftp://a:1"), r"--follow: .* or the directory of its run"),
         (ServeConfig(follow="http://a:1/v1"), r"--follow: must be the trainer's addr"),
+        (
+            ServeConfig("demo", processes=ProcessesConfig(count=2)),
+            r"--processes.\*: a server is one process; only with --follow",
+        ),
         (follow(model="demo"), r"--model: with --follow the trainer says"),
         (follow(seed=3), r"--seed: with --follow the trainer says"),
         (follow(name="a,b"), r"--name: of a sampler must be letters.*; got 'a,b'"),
@@ -110,6 +115,7 @@ def test_what_a_sampler_does_not_read_is_named(config, message):
 
 def test_a_sampler_takes_a_mesh_a_name_and_a_port():
     check_server(follow(mesh="tp2", name="first", port=0))
+    check_server(follow(processes=ProcessesConfig("10.0.0.1:4000", 2, 1)))
     check_server(ServeConfig(follow="https://trainer.local/"))
     # The directory of a run, which the trainer may not have made yet.
     check_server(ServeConfig(follow="/shared/runs/a"))
