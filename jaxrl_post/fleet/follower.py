@@ -138,6 +138,8 @@ class Follower:
     # The work of the thread of weights; "" for none.
     _fetching: str = field(default="", init=False)
     _ready: tuple[str, ...] = field(default=(), init=False)
+    # As `News.probed`.
+    _probed: dict[str, float] = field(default_factory=dict, init=False)
     _changed: bool = field(default=False, init=False)
     _stopped: bool = field(default=False, init=False)
     _error: BaseException | None = field(default=None, init=False)
@@ -253,7 +255,7 @@ class Follower:
         sampler = staged.sampler or self.opened(staged.image, staged.policy.version)
         try:
             found = ask(sampler, self.rows, self.vocab)
-            self.examiner.examine(found, staged.answers)
+            self._probed[digest] = self.examiner.examine(found, staged.answers)
         except ProbeError as error:
             self.say(f"version {staged.policy.version}: {error}")
             with self._lock:
@@ -276,7 +278,7 @@ class Follower:
         for name in stale:
             del self._staged[name]
         for digest in tried:
-            del self._worker.policies[digest]
+            del self._worker.policies[digest], self._probed[digest]
         with self._lock:
             # A trainer that resumes may want them again.
             self._opened -= tried | {digest for digest, _ in stale}
@@ -400,7 +402,12 @@ class Follower:
                     session.number += 1
                     told, session.progress = session.progress, []
                     news = News(
-                        session.number, self._doing, self._ready, self._refused, told
+                        session.number,
+                        self._doing,
+                        self._ready,
+                        dict(self._refused),
+                        told,
+                        dict(self._probed),
                     )
             try:
                 trainer.news(self.name, session.epoch, news)

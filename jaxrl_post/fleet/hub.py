@@ -183,11 +183,18 @@ class Hub:
         """Numbers for the run's metrics."""
         with self._lock:
             members = list(self.leases.members.values())
-            found = {f"fleet/{name}": n for name, n in self.leases.counts.items()}
+            counts = self.leases.counts.items()
+            found = {f"fleet/{name}": float(count) for name, count in counts}
+        # Of the newest version that any sampler has tried.
+        for _, digest in reversed(self.catalogue.versions):
+            apart = [m.probed[digest] for m in members if digest in m.probed]
+            if apart:
+                found["mismatch/probe"] = max(apart)
+                break
         return {
             "fleet/ready": float(sum(bool(each.ready) for each in members)),
             "fleet/joined": float(len(members)),
-            **{name: float(count) for name, count in found.items()},
+            **found,
         }
 
     def release(self) -> None:

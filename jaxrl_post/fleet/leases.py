@@ -186,6 +186,7 @@ class Leases:
             if digest not in member.refused:
                 self.happened.append(("refuse", name, why))
         member.refused = dict(news.refused)
+        member.probed = dict(news.probed)
         ready = frozenset(news.ready) - member.refused.keys()
         if ready and ready != member.ready:
             self.happened.append(("ready", name, news.doing))

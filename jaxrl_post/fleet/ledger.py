@@ -214,6 +214,7 @@ class Member:
         doing: its state, for people.
         ready: digests of the policies by which it can sample.
         refused: digests of policies that it refused, and why.
+        probed: as `News.probed`.
         samples: that it draws, by lease and index, in the order of its orders.
         orders: that it has not acknowledged, with their numbers.
         ordered: number of all its orders.
@@ -229,6 +230,7 @@ class Member:
     doing: str = ""
     ready: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
+    probed: dict[str, float] = field(default_factory=dict)
     samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
     orders: deque[tuple[int, Order]] = field(default_factory=deque)
     ordered: int = 0

@@ -80,6 +80,8 @@ class News(NamedTuple):
         ready: digests of the policies by which it can sample now.
         refused: digests of policies that it does not serve, and why.
         progress: of its samples.
+        probed: mean absolute differences of its log-probs from the trainer's at the
+            probe, in nats, by the digests of the policies that are ready.
     """
 
     number: int
@@ -87,3 +89,4 @@ class News(NamedTuple):
     ready: tuple[str, ...] = ()
     refused: Mapping[str, str] = {}
     progress: Sequence[Progress] = ()
+    probed: Mapping[str, float] = {}

@@ -122,6 +122,7 @@ def write_news(news: News) -> Any:
         **news._asdict(),
         "refused": list(news.refused.items()),
         "progress": _columns(news.progress) if news.progress else None,
+        "probed": list(news.probed.items()),
     }
 
 
@@ -140,6 +141,7 @@ def read_news(value: Any) -> News:
             _read(tuple[str, ...], value["ready"]),
             dict(_read(tuple[tuple[str, str], ...], value["refused"])),
             [] if columns is None else _progress(columns),
+            dict(_read(tuple[tuple[str, float], ...], value["probed"])),
         )
 
     return _checked(read, "news")

@@ -139,6 +139,8 @@ class Apart:
     # The examiner of each sampler, and the last version that it accepted.
     _examiners: list[Examiner] = field(init=False)
     _accepted: list[int] = field(init=False)
+    # The mean difference of each sampler's log-probs at its last probe, in nats.
+    _apart: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._examiners = [Examiner() for _ in self.samplers]
@@ -186,7 +188,8 @@ class Apart:
             return
         vocab = self.updater.model.config.vocab_size
         found = ask(sampler, self.answering.rows, vocab)
-        self._examiners[place].examine(found, self._answers[sampler.version])
+        apart = self._examiners[place].examine(found, self._answers[sampler.version])
+        self._apart[place] = apart
         self._accepted[place] = sampler.version
         for version in [each for each in self._answers if each < min(self._accepted)]:
             del self._answers[version]
@@ -195,6 +198,8 @@ class Apart:
         """Returns what publishing took since the last call."""
         found, self._spent = self._spent, {}
         compiled = sum(engine.compilations.total() for engine, _ in self.samplers)
+        if self._apart:
+            found["mismatch/probe"] = max(self._apart.values())
         return found | {"time/compilations": float(compiled)}
 
     def close(self, *, completed: bool) -> None:

@@ -111,3 +111,19 @@ def test_a_death_that_silence_tells_wakes_the_others(hub):
         assert reply["orders"]
 
     asyncio.run(run())
+
+
+def test_the_metric_of_the_probe_is_of_the_newest_version_and_the_worst_sampler(hub):
+    digests = [
+        hub.catalogue.add(version, [("w", [(((0, 1),), np.full(1, version, "f4"))])])
+        for version in (4, 5)
+    ]
+    old, new = (made.digest for made in digests)
+    epochs = {name: hub.join(facts(name)) for name in ("a", "b")}
+    assert "mismatch/probe" not in hub.counts()
+    hub.hear("a", epochs["a"], News(1, ready=(old,), probed={old: 0.5}))
+    assert hub.counts()["mismatch/probe"] == 0.5
+    for name, apart in (("a", 0.001), ("b", 0.002)):
+        probed = {old: 0.5, new: apart}
+        hub.hear(name, epochs[name], News(2 - (name == "b"), probed=probed))
+    assert hub.counts()["mismatch/probe"] == 0.002

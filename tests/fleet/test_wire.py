@@ -84,7 +84,9 @@ def some_news(draw: random.Random) -> News:
         progress.append(Progress(*place, tokens, others, reason, error, refused))
     names = tuple(f"d{k}" for k in range(draw.randrange(3)))
     refused = dict.fromkeys(draw.sample(("", "@", "d1"), draw.randrange(3)), "why")
-    return News(draw.randrange(2**40), draw.choice(("", "é")), names, refused, progress)
+    probed = {name: draw.random() for name in names}
+    number, doing = draw.randrange(2**40), draw.choice(("", "é"))
+    return News(number, doing, names, refused, progress, probed)
 
 
 def some_orders(draw: random.Random) -> list:
@@ -133,6 +135,7 @@ def test_messages_that_are_small_by_hand():
         "ready": ("d1",),
         "refused": [("d2", "it is wrong")],
         "progress": None,
+        "probed": [],
     }
     assert through(news) == news._replace(progress=[])
     assert write_orders([(1, Revoke(2, (3, 4)))]) == [[1, "Revoke", [2, [3, 4]]]]

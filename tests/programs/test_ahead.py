@@ -25,8 +25,8 @@ from tests.programs.trainers import CONFIG, RL, make_model
 from tests.tiers import daily
 
 STEPS = 5
-# Seconds, and what depends on them.
-TIMED = ("time/", "throughput/", "idle/", "publish/", "sampler/")
+# Seconds, and what depends on them; the probe, which runs in turns do not have.
+TIMED = ("time/", "throughput/", "idle/", "publish/", "sampler/", "mismatch/probe")
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,8 @@ def test_a_run_is_the_same_on_any_number_of_samplers(
     expected = in_turns(ahead)
     assert (weights(tmp_path / "run"), metrics(tmp_path / "run")) == expected
     check_timeline(tmp_path / "run", ahead=ahead)
+    _, *rows = read_rows(RunDirectory(tmp_path / "run").metrics)
+    assert {row["metrics"].get("mismatch/probe") for row in rows} == {0.0}
 
 
 @pytest.mark.meshes
