@@ -135,10 +135,10 @@ def test_the_buffer_comes_back_exactly_through_json():
     odd = "a\ud800 \u2028 \x00 é"
     groups = [
         make_group(0.1, None, 1 / 3),
-        Group(2**31, (make_episode(-0.0, sampled=tokens, text=odd),)),
+        Group(6, (make_episode(-0.0, sampled=tokens, text=odd),)),
         Group(7, (make_episode(1.0, metrics={}), make_episode(None, context=tokens))),
         Group(8, (make_episode(1.0, rewards={"a": 0.1}),), make_episode(0.3)),
-        Group(9, (dataclasses.replace(make_episode(None), turns=()),)),
+        Group(2**31, (dataclasses.replace(make_episode(None), turns=()),)),
     ]
     buffer, restored = Buffer(Admission(5)), Buffer(Admission(5))
     buffer.put(groups)
