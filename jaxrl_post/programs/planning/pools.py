@@ -51,9 +51,9 @@ class Pace:
         publish: until the samplers have a version.
         ahead: steps by which sampling is ahead of training; 0 for none.
 
-    >>> Pace(4, 6, 2, ahead=0).step, Pace(4, 6, 2, ahead=1).step
+    >>> Pace(4.0, 6.0, 2.0, ahead=0).step, Pace(4.0, 6.0, 2.0, ahead=1).step
     (12.0, 6.0)
-    >>> Pace(6, 6, 2, ahead=1).step, Pace(6, 6, 2, ahead=2).step
+    >>> Pace(6.0, 6.0, 2.0, ahead=1).step, Pace(6.0, 6.0, 2.0, ahead=2).step
     (7.0, 6.0)
     """
 
