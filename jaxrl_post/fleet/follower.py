@@ -437,11 +437,11 @@ class Follower:
                 self._fetching = ""
                 waits = self._waits()
             except (AwayError, ChunkError) as error:
-                pause = next(waits)
                 # A version that is needed no more goes while it is fetched.
                 if policy in self._wanted:
-                    self.say(f"version {policy.version}: {error}")
-                    time.sleep(pause)
+                    self._wait(next(waits), f"version {policy.version}: {error}")
+                else:
+                    waits = self._waits()
 
     def _missing(self) -> PolicyVersion | None:
         """The oldest version that is wanted, and not here or to be fetched again."""

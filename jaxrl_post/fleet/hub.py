@@ -30,6 +30,9 @@ __all__ = ["FleetError", "Hub", "NameTakenError"]
 HOLD_S = 1.0
 # Seconds for which too few samplers are ready before the user is told.
 SHORT_S = 10.0
+# Seconds for which a trainer that is told to end waits for samplers that have joined:
+# they may be about to have the version that its last step needs.
+ENDING_S = 60.0
 # Seconds for the samplers to hear that a run is over.
 FAREWELL_S = 2.0
 
@@ -239,7 +242,7 @@ class Hub:
         if waited > SHORT_S and not self._short_told:
             self._short_told = True
             self.tell("short", "", f"{said}; waiting up to {self.wait_s:g} s")
-        if self.should_stop():
+        if self.should_stop() and waited > (ENDING_S if members else SHORT_S):
             raise FleetError(
                 f"samplers: the run was told to end while {said}. Its last checkpoint "
                 "is whole; the same command resumes it"

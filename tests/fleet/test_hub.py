@@ -1,12 +1,13 @@
 """The trainer's hub: which requests for orders are held, and what ends the wait."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from jaxrl_post.fleet import hub as hubs
-from jaxrl_post.fleet.hub import Hub, NameTakenError
+from jaxrl_post.fleet.hub import FleetError, Hub, NameTakenError
 from jaxrl_post.fleet.orders import News, PolicyVersion
 from jaxrl_post.sampler import Request, SamplingParams
 
@@ -127,3 +128,27 @@ def test_the_metric_of_the_probe_is_of_the_newest_version_and_the_worst_sampler(
         probed = {old: 0.5, new: apart}
         hub.hear(name, epochs[name], News(2 - (name == "b"), probed=probed))
     assert hub.counts()["mismatch/probe"] == 0.002
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_trainer_that_is_told_to_end_waits_a_little(hub, monkeypatch, joined):
+    """Samplers that have joined are about to have the version of its last step."""
+    monkeypatch.setattr(hubs, "ENDING_S", 0.5 if joined else 1e9)
+    monkeypatch.setattr(hubs, "SHORT_S", 1e9 if joined else 0.5)
+    hub.should_stop = lambda: True
+    policy = PolicyVersion(0, hub.catalogue.add(0, ARRAYS).digest)
+    if joined:
+        epoch = hub.join(facts("first"))
+    begin = time.monotonic()
+    assert not hub.ready(policy, 0.1)
+
+    def wait() -> None:
+        while not hub.ready(policy, 0.1):
+            pass
+
+    with pytest.raises(FleetError, match="told to end while 0 of 1 were ready"):
+        wait()
+    assert time.monotonic() - begin > 0.5
+    if joined:
+        hub.hear("first", epoch, News(1, ready=(policy.digest,)))
+        assert hub.ready(policy, 0.1)

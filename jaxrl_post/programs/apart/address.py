@@ -28,7 +28,8 @@ def trainer_url(follow: str) -> str:
     try:
         return place.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConnectionError(f"no trainer has written {place}: {error}") from error
+        why = "" if isinstance(error, FileNotFoundError) else f": {error}"
+        raise ConnectionError(f"no trainer has written {place}{why}") from error
 
 
 def reachable(url: str, other: str | None) -> str:
