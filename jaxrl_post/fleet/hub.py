@@ -188,7 +188,7 @@ class Hub:
             members = list(self.leases.members.values())
             counts = self.leases.counts.items()
             found = {f"fleet/{name}": float(count) for name, count in counts}
-        # Of the newest version that any sampler has tried.
+        # The newest version that any sampler has tried counts.
         for _, digest in reversed(self.catalogue.versions):
             apart = [m.probed[digest] for m in members if digest in m.probed]
             if apart:
