@@ -319,6 +319,7 @@ def _check_rl(config: RLConfig) -> None:
     check_algorithm(config.algorithm, config.critic, config.distill)
     _check_reference(config.algorithm, "--algorithm.reference", config)
     _check_mesh(config.rollout.mesh, "--rollout.")
+    _check_mesh(config.reward.mesh, "--reward.")
     _check_idle(config)
     check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")
     if config.mismatch.warn > config.mismatch.stop:
@@ -573,10 +574,10 @@ def _check_ahead(config: RLConfig) -> None:
             f"{given[0]}: samples of earlier parameters need a correction; drop "
             "--algorithm.correction.kind none"
         )
-    if config.samplers and config.reward.model is not None:
+    if config.samplers and config.reward.model is not None and not config.reward.mesh:
         raise ConfigError(
-            f"--reward.model: with {given[-1]} answers are judged while the reward "
-            "model's devices train; drop one of the two"
+            f"--reward.model: with {given[-1]} answers are judged while the trainer's "
+            "devices train; give the reward model devices of its own, --reward.mesh dp1"
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxrl_post.config.fields import ANY, COUNT
+from jaxrl_post.config.fields import ANY, COUNT, FREE
 
 __all__ = ["RewardModelConfig"]
 
@@ -28,6 +28,9 @@ class RewardModelConfig:
         steps: reduction of a process reward model's step probabilities to one value:
             the smallest, the last, their product or their mean.
         batch_tokens: tokens, padding included, that are judged in one forward pass.
+        mesh: mesh of devices that the reward model has for itself, such as "dp2"; ""
+            for the trainer's devices. With --samplers it needs its own, because they
+            sample and judge while the trainer's devices train.
     """
 
     model: str | None = None
@@ -36,3 +39,4 @@ class RewardModelConfig:
     separator: str = "\n"
     steps: Literal["min", "last", "product", "mean"] = "min"
     batch_tokens: Annotated[int, COUNT] = 16384
+    mesh: Annotated[str, FREE] = ""

@@ -98,11 +98,18 @@ def run_rl(
     )
     check_run(config, algorithm)
     check_metric(config, MEASURED, own=True)
-    if config.own_samplers and processes.count() > 1:
-        raise ConfigError(
-            f"--samplers {config.samplers}: splits the devices of one process, and "
-            f"this run has {processes.count()}; take any:N, samplers in other processes"
-        )
+    for given, instead in (
+        (
+            config.own_samplers and f"--samplers {config.samplers}",
+            "take any:N, samplers in other processes",
+        ),
+        (config.reward.mesh and f"--reward.mesh {config.reward.mesh}", "drop it"),
+    ):
+        if given and processes.count() > 1:
+            raise ConfigError(
+                f"{given}: splits the devices of one process, and this run has "
+                f"{processes.count()}; {instead}"
+            )
     if config.remote_samplers and not processes.index():
         from jaxrl_post.programs.apart.remote import check_free
 
@@ -364,7 +371,7 @@ def _memory(
     """Tells the memory that a run takes on a device, given its abstract model."""
     updater = make_updater(config, model, algorithm, tasks)
     critic, reference, judge = updater.critic, updater.reference, None
-    if config.reward.model is not None:
+    if config.reward.model is not None and not config.reward.mesh:
         _, judge = pretrained.load(
             config.reward.model,
             mesh=model.mesh,

@@ -115,6 +115,7 @@ RULES = {
         "reward.weight": "any",
         "reward.environment_weight": "any",
         "reward.batch_tokens": "at least 1",
+        "reward.mesh": "free",
         "rollout.prompts_per_step": "at least 1",
         "rollout.samples_per_prompt": "at least 1",
         "rollout.max_prompt_tokens": "at least 0",

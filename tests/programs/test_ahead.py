@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from jaxrl_post import pretrained
+from jaxrl_post.config.reward_model import RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig
 from jaxrl_post.learner import model
@@ -21,6 +22,7 @@ from jaxrl_post.programs import online
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.timeline import read_timeline
 from jaxrl_post.sharding import MeshError, create_mesh
+from tests.programs.test_judge import made
 from tests.programs.trainers import CONFIG, RL, make_model
 from tests.tiers import daily
 
@@ -120,6 +122,32 @@ def in_turns(base, coin, tmp_path_factory):
     return outcome
 
 
+@pytest.fixture(scope="module")
+def likes(tmp_path_factory) -> str:
+    """The directory of a reward model."""
+    return str(made(tmp_path_factory.mktemp("likes") / "model", "value"))
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("samplers", daily([0, 2], {2}))
+def test_a_reward_model_judges_on_its_own_devices(
+    base, coin, likes, tmp_path, samplers
+):
+    """While the trainer's devices train; the run is the one that judges in turns."""
+    base = dataclasses.replace(base, steps=3, eval=EvalConfig(num_tasks=2, every=2))
+    judge = RewardModelConfig(likes, batch_tokens=64)
+    two = functools.partial(create_mesh, devices=jax.devices()[:2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "create_mesh", two)
+        run(base, tmp_path / "turns", ahead=1, reward=judge)
+    apart = dataclasses.replace(judge, mesh="dp2")
+    run(base, tmp_path / "apart", ahead=1, samplers=samplers, reward=apart)
+    assert weights(tmp_path / "apart") == weights(tmp_path / "turns")
+    found, expected = metrics(tmp_path / "apart"), metrics(tmp_path / "turns")
+    assert found == expected
+    assert all("reward/model" in row for row in found[1:])
+
+
 @pytest.mark.slow("trains whole runs in turns and with samplers of their own")
 @pytest.mark.meshes
 @pytest.mark.parametrize(
@@ -181,12 +209,32 @@ def test_a_crash_beside_samplers_leaves_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samplers": 8}, r"--samplers: 8 samplers of --rollout.mesh dp1 leave no dev"),
-        ({"samplers": 7}, r"--mesh: 'dp2' needs 2 devices.* Of 8 devices 7 are the sa"),
+        ({"samplers": 8}, r"8 x --rollout.mesh dp1 leave no device of 8 for"),
+        (
+            {"samplers": 7},
+            r"--mesh: 'dp2' needs 2 devices.* Of 8 devices 7 are for 7 x",
+        ),
         ({"samplers": 1, "mesh": "tp5"}, r"--mesh"),
+        (
+            {"samplers": 4, "reward": RewardModelConfig("MODEL", mesh="tp2,dp2")},
+            r"1 x --reward.mesh tp2,dp2 and 4 x --rollout.mesh dp1 leave no device",
+        ),
+        (
+            {"reward": RewardModelConfig("MODEL", mesh="dp-1")},
+            r"--reward.mesh: has no -1 here",
+        ),
+        (
+            {"samplers": 1, "reward": RewardModelConfig("MODEL", mesh="tp5")},
+            r"--reward.mesh: .*5",
+        ),
     ],
 )
-def test_devices_that_do_not_suffice_are_named(base, coin, tmp_path, options, message):
+def test_devices_that_do_not_suffice_are_named(
+    base, coin, likes, tmp_path, options, message
+):
+    if "reward" in options:
+        reward = dataclasses.replace(options["reward"], model=likes)
+        options = options | {"reward": reward}
     with pytest.raises(MeshError, match=message):
         run(base, tmp_path / "run", ahead=0, **options)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -35,7 +36,7 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.hf import stored_head
 from jaxrl_post.programs.template import with_run
 from jaxrl_post.rollout.episode import ENVIRONMENT, Episode, Group, Turn
-from jaxrl_post.sharding import Rules, split_size
+from jaxrl_post.sharding import MeshError, Rules, split_size
 from jaxrl_post.types import PyTree
 
 __all__ = ["RewardJudge", "check_judge", "open_judge"]
@@ -52,7 +53,7 @@ class RewardJudge:
         config: of the model; its head is "value" or "process".
         params: sharded arrays.
         tokenizer: of the model.
-        mesh: of the run.
+        mesh: of the trainer, or of its own.
         rules: sharding rules of the parameters.
     """
 
@@ -148,7 +149,9 @@ class RewardJudge:
             # One answer per row, so that the row's index identifies the answer.
             part = encoded[begin : begin + rows]
             batch = _rows(part, length, rows)
-            predicted = scorer.predict(self.params, batch).values_after
+            # The mesh of the run may have other devices.
+            with jax.set_mesh(self.mesh):
+                predicted = scorer.predict(self.params, batch).values_after
             assert predicted is not None
             for row, sequence in zip(np.asarray(predicted), part, strict=False):
                 found.append(self._value(row[: len(sequence.tokens)], sequence))
@@ -215,7 +218,7 @@ def open_judge(
 
     Args:
         options: of the run.
-        mesh: of the run.
+        mesh: of the trainer, or of its own.
         rules: sharding rules of the run.
         dtype: of the parameters.
         now: the time that the model's chat template sees; None for the time of
@@ -223,11 +226,17 @@ def open_judge(
 
     Raises:
         ConfigError: the directory holds no reward model.
+        MeshError: the mesh does not divide the model's arrays.
     """
     if options.model is None:
         return None
     check_judge(options)
-    config, params = pretrained.load(options.model, mesh=mesh, rules=rules, dtype=dtype)
+    try:
+        config, params = pretrained.load(
+            options.model, mesh=mesh, rules=rules, dtype=dtype
+        )
+    except MeshError as error:
+        raise MeshError(f"--reward.mesh: {options.model}: {error}") from error
     tokenizer = read_tokenizer(options.model, "--reward.model")
     # It judges conversations that are written as in its own training.
     variables = variables_of(with_run(TemplateConfig(), options.model))

@@ -213,7 +213,7 @@ def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
     """
     if not config.own_samplers:
         return [sampler_layout(config.rollout, model)]
-    _, *meshes = split_devices(config)
+    meshes = split_devices(config).samplers
     layouts = [sampler_layout(config.rollout, model, own=own) for own in meshes]
     for each in layouts:
         # A version is quantised once, and its codes are copied to each.

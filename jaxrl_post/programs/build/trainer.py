@@ -15,6 +15,7 @@ from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Sync, beside_teacher, open_reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Critic, Updater, longest_sequence
+from jaxrl_post.programs.build.devices import split_devices
 from jaxrl_post.programs.build.judge import open_judge
 from jaxrl_post.programs.experience import Experience, make_buffer
 from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
@@ -138,6 +139,7 @@ def make_trainer(
     by_part = algorithm.reads == "components"
     timeline = None if directory is None else Timeline(directory.timeline)
     tell = silent if timeline is None else timeline.tell
+    judges = split_devices(config).judge if config.reward.mesh else None
     experience = Experience(
         config=config,
         environment=environment,
@@ -148,7 +150,7 @@ def make_trainer(
         by_part=by_part,
         judge=open_judge(
             config.reward,
-            mesh=model.mesh,
+            mesh=model.mesh if judges is None else judges,
             rules=model.rules,
             dtype=model.dtype,
             now=model.tokenizer.now,
