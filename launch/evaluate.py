@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import tyro
+from rich.console import Console
 
 from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
 from launch import cli
+from launch.several import several
 
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
@@ -16,7 +18,13 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     from jaxrl_post.programs.experience import SAMPLING_ERRORS
     from jaxrl_post.programs.run import RUN_ERRORS
 
-    return run_evaluation, (*RUN_ERRORS, *SAMPLING_ERRORS)
+    errors = (*RUN_ERRORS, *SAMPLING_ERRORS)
+
+    def evaluate(config: EvaluateConfig, *, console: Console, command: str) -> None:
+        with several(config.processes, console, errors) as shown:
+            run_evaluation(config, console=shown, command=command)
+
+    return evaluate, errors
 
 
 PROGRAM = cli.Program(

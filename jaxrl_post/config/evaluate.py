@@ -24,6 +24,7 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.paths import check_output, check_paths
 from jaxrl_post.config.rollout import check_judges
+from jaxrl_post.config.run import ProcessesConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = ["EvaluateConfig", "check_evaluation", "result_files", "with_split"]
@@ -93,6 +94,8 @@ class EvaluateConfig:
         reward_memory_gib: most GiB of address space of a judging process; a judgement
             that needs more fails. None for no limit.
         deadline_s: most seconds for the whole evaluation.
+        processes: the processes of the evaluation, if there are several. Each executes
+            the same command; process 0 writes.
         output: JSON file for the results; the completions are written to a file in the
             same folder whose name ends in .completions.jsonl. None writes nothing.
     """
@@ -129,6 +132,7 @@ class EvaluateConfig:
     reward_deadline_s: Annotated[float, POSITIVE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE] = None
     deadline_s: Annotated[float, POSITIVE] = 24 * 3600.0
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
     output: str | None = None
 
 

@@ -46,6 +46,7 @@ from jaxrl_post.programs.template import of_evaluation, template_line
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Completion, SamplingParams
+from jaxrl_post.sharding import processes
 
 __all__ = [
     "evaluate",
@@ -269,7 +270,7 @@ def run_evaluation(
     errors = [e.error for group in groups for e in group.episodes if e.error]
     if errors:
         console.print(f"the first failure: {errors[0]}", markup=False, style="red")
-    if config.output is not None:
+    if config.output is not None and not processes.index():
         results, completions = result_files(config)
         rows = [_row(e, config) for group in groups for e in group.episodes]
         replace_file(completions, "".join(json.dumps(row) + "\n" for row in rows))

@@ -231,6 +231,9 @@ RULES = {
         "reward_cpus": "greater than 0",
         "reward_deadline_s": "greater than 0",
         "reward_memory_gib": "greater than 0",
+        "processes.count": "at least 1",
+        "processes.index": "at least 0",
+        "processes.deadline_s": "greater than 0",
         "deadline_s": "greater than 0",
     },
     ConvertConfig: {

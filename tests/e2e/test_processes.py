@@ -236,6 +236,29 @@ def test_neither_a_signal_nor_a_death_changes_anything(
     assert_same_run(expected, alone, tolerance=1e-5)
 
 
+def test_two_processes_evaluate_as_one_does(program, run_here, model, tmp_path):
+    files = {name: tmp_path / f"{name}.json" for name in ("one", "two")}
+    arguments = (
+        f"--model={model}", MESH, "--env=coin:LateCoin", "--num-tasks=12",
+        "--samples=2", "--temperature=1", "--max-tokens=6", "--num-slots=8",
+    )  # fmt: skip
+    run_here("launch.evaluate", *arguments, f"--output={files['one']}")
+    outputs = ended(
+        started(program, 2, "launch.evaluate", *arguments, f"--output={files['two']}")
+    )
+    # Process 0 alone speaks and writes.
+    assert "accuracy" in outputs[0]
+    assert "accuracy" not in outputs[1]
+    one, two = (json.loads(file.read_text()) for file in files.values())
+    for name in one.keys() - {"seconds", "command", "config"}:
+        assert one[name] == two[name], name
+    assert one["samples"] == 24
+    one, two = (
+        file.with_suffix(".completions.jsonl").read_text() for file in files.values()
+    )
+    assert one == two
+
+
 def assert_stopped(run: Path, outputs: list[str], *, stopped: int) -> int:
     """Checks that all is saved after a signal to one process; returns the last step."""
     assert "SIGTERM: finishing this step, then saving" in outputs[stopped]
