@@ -159,7 +159,8 @@ class TrainerClient:
                 return answer.data
             told = json.loads(answer.data)
             for holder, url in told["ask"].items():
-                data = self._passed_on(f"{url}{path}", size)
+                # A holder that has left has no address.
+                data = self._passed_on(f"{url}{path}", size) if url else None
                 if data is not None and digest_of(data) == key:
                     self._held.append(key)
                     return data

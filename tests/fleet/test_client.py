@@ -102,6 +102,16 @@ def test_a_sampler_that_sends_other_bytes_is_passed_over(sent):
         assert hub.sent_bytes == 2 * len(DATA)
 
 
+def test_a_holder_without_an_address_is_passed_over():
+    with hub_at(holders=Holders(copies=1)) as (hub, url), connected(url) as trainer:
+        published(hub)
+        epoch = trainer.join({"name": "gone", "url": "", "slots": 1})
+        first = member_of("gone", epoch)
+        assert trainer.payload(first, KEY, len(DATA)) == DATA
+        trainer.flush(first)
+        assert trainer.payload("other/2", KEY, len(DATA)) == DATA
+
+
 def test_a_payload_that_is_being_fetched_is_waited_for():
     held = dict[str, bytes]()
     app = relay_app(held.get, dict, None, expected=lambda key: key == KEY)
