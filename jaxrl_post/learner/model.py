@@ -46,6 +46,7 @@ from jaxrl_post.sharding import (
     Rules,
     create_mesh,
     processes,
+    split_size,
 )
 from jaxrl_post.types import PyTree
 
@@ -226,6 +227,11 @@ def describe_model(
         raise ConfigError(
             f"{option}: {name!r} is neither a directory nor a preset; presets are "
             f"{nearest_first(name, PRESETS)}"
+        )
+    if config.has_states and split_size("context", device_mesh, rules) > 1:
+        raise MeshError(
+            f"--mesh: cp cuts rows, and layers of {config.model_type} carry a state "
+            f"along them; take dp, fsdp or tp instead of cp, for {option} {name}"
         )
     try:
         tokenizer = tokenizer.for_model(config.vocab_size)

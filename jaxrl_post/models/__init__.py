@@ -15,6 +15,7 @@ from jaxrl_post.models.config import (
     ModelConfig,
     QueryScaling,
     RopeScaling,
+    ShortConvolution,
 )
 from jaxrl_post.models.decoder import (
     forward,
@@ -39,6 +40,7 @@ __all__ = [
     "QueryScaling",
     "RopeScaling",
     "Routing",
+    "ShortConvolution",
     "abstract",
     "adapted",
     "forward",

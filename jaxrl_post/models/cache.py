@@ -33,20 +33,36 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["KVCache", "KVView", "LayerCache", "SharedCache"]
+__all__ = ["KVCache", "KVView", "LayerCache", "SharedCache", "StateCache", "states"]
 
 
 @runtime_checkable
 class KVView(Protocol):
-    """The interface of a cache in `forward`; `LayerCache` is one layer's part."""
+    """The interface of a cache in `forward`; it has a part for every layer."""
 
-    def layer(self, index: int) -> "LayerCache":
+    def layer(self, index: int) -> "LayerCache | StateCache":
         """Returns the part of one layer."""
         ...
 
-    def with_layers(self, layers: Sequence["LayerCache"]) -> "KVView":
+    def with_layers(self, layers: Sequence["LayerCache | StateCache"]) -> "KVView":
         """Returns the view with all layers replaced."""
         ...
+
+
+@struct.dataclass
+class StateCache:
+    """The state of one layer that has one in place of keys and values.
+
+    Attributes:
+        state: [slots, ...], after the tokens before these.
+        counts: int32, number of tokens in this call that count in each slot. They come
+            first; the others do not change the state. None if all count.
+    """
+
+    state: Float[Array, "slots ..."]
+    counts: Int[Array, " slots"] | None = None
+
+    replace = dataclasses.replace
 
 
 @struct.dataclass
@@ -54,15 +70,15 @@ class SharedCache:
     """Keys and values of all layers that groups of sequences share; only read.
 
     Attributes:
-        keys: one array per layer.
+        keys: one array per layer, as `KVCache.keys`.
         values: one array per layer.
         positions: int32, as in `kernels.decode_attention.SharedKeys`.
         places: int32, as there.
         members: as there.
     """
 
-    keys: tuple[Entries, ...]
-    values: tuple[Entries, ...]
+    keys: tuple[Entries | None, ...]
+    values: tuple[Entries | None, ...]
     positions: Int[Array, "groups length"]
     places: Int[Array, " slots"]
     members: int = struct.field(pytree_node=False)
@@ -122,16 +138,21 @@ class KVCache:
     """The caches of all layers; one array per layer allows updates in place.
 
     Attributes:
-        keys: one array per layer.
-        values: one array per layer.
+        keys: one array per layer; None for a layer with a state.
+        values: as the keys.
         starts: int32, position of the first entry of each slot; None: 0.
         shared: keys and values that slots share; None if there are none.
+        states: the state of each layer that has one, None for a layer with keys; ()
+            if no layer has one.
+        counts: as `StateCache.counts`; None if all tokens count.
     """
 
-    keys: tuple[Entries, ...]
-    values: tuple[Entries, ...]
+    keys: tuple[Entries | None, ...]
+    values: tuple[Entries | None, ...]
     starts: Int[Array, " slots"] | None = None
     shared: SharedCache | None = None
+    states: tuple[Array | None, ...] = ()
+    counts: Int[Array, " slots"] | None = None
 
     @classmethod
     def zeros(
@@ -155,39 +176,67 @@ class KVCache:
             scales = jnp.zeros((slots, heads, length, 1), jnp.float32)
             return QuantizedEntries(empty, scales)
 
-        def fresh(width: int) -> tuple[Entries, ...]:
-            return tuple(one(width) for _ in range(config.num_layers))
+        def fresh(width: int) -> tuple[Entries | None, ...]:
+            return tuple(
+                one(width) if config.convolution(layer) is None else None
+                for layer in range(config.num_layers)
+            )
 
         keys, values = map(fresh, widths)
-        return cls(keys, values)
+        return cls(keys, values, states=states(config, slots, dtype))
 
     @property
     def length(self) -> int:
         """Number of tokens that a slot can hold, without the shared ones."""
-        return self.keys[0].shape[2]
+        return next(keys.shape[2] for keys in self.keys if keys is not None)
 
-    def layer(self, index: int) -> LayerCache:
+    def layer(self, index: int) -> LayerCache | StateCache:
         """Returns one layer's part."""
-        shared = self.shared
-        return LayerCache(
-            self.keys[index],
-            self.values[index],
-            self.starts,
-            None
-            if shared is None
-            else SharedKeys(
-                shared.keys[index],
-                shared.values[index],
-                shared.positions,
-                shared.places,
-                shared.members,
-            ),
-        )
+        shared, keys, values = self.shared, self.keys[index], self.values[index]
+        if keys is None or values is None:
+            state = self.states[index]
+            assert state is not None
+            return StateCache(state, self.counts)
+        together = None
+        if shared is not None:
+            key, value = shared.keys[index], shared.values[index]
+            assert key is not None
+            together = SharedKeys(
+                key, value, shared.positions, shared.places, shared.members
+            )
+        return LayerCache(keys, values, self.starts, together)
 
-    def with_layers(self, layers: Sequence[LayerCache]) -> "KVCache":
+    def with_layers(self, layers: Sequence[LayerCache | StateCache]) -> "KVCache":
         """Returns the cache with all layers replaced."""
+        keyed = [each if isinstance(each, LayerCache) else None for each in layers]
+        held = [each if isinstance(each, StateCache) else None for each in layers]
         return dataclasses.replace(
             self,
-            keys=tuple(layer.keys for layer in layers),
-            values=tuple(layer.values for layer in layers),
+            keys=tuple(each and each.keys for each in keyed),
+            values=tuple(each and each.values for each in keyed),
+            states=tuple(each and each.state for each in held) if self.states else (),
         )
+
+
+def states(
+    config: ModelConfig, slots: int, dtype: DTypeLike
+) -> tuple[Array | None, ...]:
+    """Makes the states before a first token, as in `KVCache.states`.
+
+    Args:
+        config: of the model.
+        slots: number of sequences.
+        dtype: of the cache; states are not quantised, and float32 if it is.
+    """
+    if not config.has_states:
+        return ()
+    wide = jnp.float32 if jnp.dtype(dtype).name in CODE_DTYPES else dtype
+
+    def one(layer: int) -> Array | None:
+        convolution = config.convolution(layer)
+        if convolution is None:
+            return None
+        shape = slots, convolution.kernel - 1, config.hidden_size
+        return jnp.zeros(shape, wide)
+
+    return tuple(map(one, range(config.num_layers)))

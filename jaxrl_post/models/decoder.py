@@ -11,14 +11,15 @@ from flax import struct
 
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.attention import Context, grouped_query, latent_attention
-from jaxrl_post.models.cache import KVView, LayerCache
+from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.convolution import earlier_tokens, short_convolution
 from jaxrl_post.models.experts import Routing, mixture, routing
 from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
-from jaxrl_post.types import Array, Bool, Float, Int
+from jaxrl_post.types import Array, Bool, Float, Int, previous_tokens
 
 __all__ = [
     "Execution",
@@ -91,7 +92,8 @@ def forward(
         the pair (hidden, the updated view).
 
     Raises:
-        ValueError: `ends` together with `kv_view`.
+        ValueError: `ends` together with `kv_view`; rows in chunks, of a model with
+            states.
     """
     if kv_view is not None and ends is not None:
         raise ValueError(
@@ -212,7 +214,9 @@ class _Place:
     tables: tuple[Array, Array]
     local_tables: tuple[Array, Array]
     mask: Array | None
-    entry: LayerCache | None
+    entry: LayerCache | StateCache | None
+    # As `earlier_tokens` has it; None with a cache, or without convolutions.
+    earlier: Array | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
 
 
@@ -239,7 +243,18 @@ def _run(
     if config.local_rope_theta is not None:
         local = rope_tables(config, positions, local=True)
     seen = positions, ends, indices, tables, local, mask
-    place = _Place(*seen, None, execution.kernels)
+    place = _Place(*seen, None, kernels=execution.kernels)
+    if config.short_convolution is not None and kv_view is None:
+        if indices is not None:
+            raise ValueError(
+                f"forward: the convolutions of {config.model_type} read the tokens "
+                "before each one, and cp cuts rows into chunks; use a mesh without cp"
+            )
+        previous = previous_tokens(ends) if ends is not None else positions - 1
+        distances = config.short_convolution.kernel - 1
+        place = dataclasses.replace(
+            place, earlier=earlier_tokens(previous, positions, distances)
+        )
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
     if execution.scan and kv_view is None:
@@ -298,7 +313,12 @@ def _scan(
 def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
     """Groups the layers as (first, period, repeats), with equal layers per period."""
     kinds = [
-        (config.window(i), config.layer_experts(i), i in config.unrotated_layers)
+        (
+            config.window(i),
+            config.layer_experts(i),
+            i in config.unrotated_layers,
+            config.convolution(i),
+        )
         for i in range(config.num_layers)
     ]
     found, first = [], 0
@@ -334,8 +354,8 @@ def _layer(
     params: LayerParams[Array],
     hidden: Array,
     place: _Place,
-) -> tuple[Array, LayerCache | None, Any]:
-    """Runs one layer: attention, then the MLP or experts, both with a residual."""
+) -> tuple[Array, LayerCache | StateCache | None, Any]:
+    """Runs one layer: attention or a convolution, then the MLP or experts."""
 
     def normed(x: Array, weight: Array | None) -> Array:
         return x if weight is None else norm(config, x, weight)
@@ -346,7 +366,7 @@ def _layer(
             branch = scaled(branch, config.residual_scale)
         return constrain(hidden + branch, ("batch", "hidden"), rules)
 
-    branch, entry = _attention(
+    branch, entry = _mixed(
         config, index, params, normed(hidden, params.attention_norm), place, rules
     )
     hidden = add(hidden, branch, params.attention_post_norm)
@@ -367,14 +387,23 @@ def _layer(
     return add(hidden, branch, params.mlp_post_norm), entry, routed
 
 
-def _attention(
+def _mixed(
     config: ModelConfig,
     index: int,
     params: LayerParams[Array],
     x: Array,
     place: _Place,
     rules: Rules,
-) -> tuple[Array, LayerCache | None]:
+) -> tuple[Array, LayerCache | StateCache | None]:
+    """Attention or a short convolution."""
+    entry = place.entry
+    if params.convolution is not None:
+        assert not isinstance(entry, LayerCache)
+        shape = place.positions.shape
+        return short_convolution(
+            params.convolution, x, shape, place.earlier, entry, rules
+        )
+    assert not isinstance(entry, StateCache)
     window = config.window(index)
     tables = place.tables if window is None else place.local_tables
     if index in config.unrotated_layers:
@@ -385,7 +414,7 @@ def _attention(
         indices=place.indices,
         tables=tables,
         window=window,
-        entry=place.entry,
+        entry=entry,
         kernels=place.kernels,
     )
     if config.latent is None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
-from jaxrl_post.models.cache import KVCache, LayerCache
+from jaxrl_post.models.cache import KVCache, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.exact_attention import Paths, exact_attention
 from jaxrl_post.models.experts import partial_mixture
@@ -52,6 +52,11 @@ def check_exact(config: ModelConfig, parts: int) -> None:
         raise ValueError(
             f"rope_scaling of the kind {scaling.kind} rotates a token by the length of "
             "its sequence, which the sampler does not know yet"
+        )
+    if config.has_states:
+        raise ValueError(
+            f"the layers of {config.model_type} with short convolutions have no exact "
+            "form yet"
         )
     specs = param_specs(config).layers[0].attention
     joint = getattr(specs, "query_norm", None)
@@ -173,13 +178,15 @@ def _local(
     states = rows.take(hidden.reshape(-1, hidden.shape[-1]))
     entries: list[LayerCache] = []
     for index, layer in enumerate(layers):
+        before = None if cache is None else cache.layer(index)
+        assert not isinstance(before, StateCache)
         part, entry = exact_attention(
             config,
             index,
             layer,
             paths,
             states,
-            None if cache is None else cache.layer(index),
+            before,
             heads=split.heads,
             kv_heads=split.kv_heads,
         )
@@ -240,6 +247,7 @@ def _branched(
     *parts: Array,
 ) -> tuple[Array, Array]:
     """Adds attention; returns the states and this device's part of the MLP."""
+    assert params.attention is not None
     branch, bias = _total(parts), params.attention.output_bias
     branch = branch if bias is None else add_bias(branch, bias)
     hidden = _residual(config, hidden, branch, params.attention_post_norm)

@@ -277,6 +277,7 @@ def _mixed(params: LayerParams[Array], up: _LatentUp | None, attended: Array) ->
     if up is not None:
         attended = from_latents(attended[None], up.value)[0]
     flat = attended.reshape(attended.shape[0], -1)
+    assert params.attention is not None
     return project(flat, params.attention.output, inputs=2)
 
 

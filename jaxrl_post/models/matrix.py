@@ -36,8 +36,9 @@ __all__ = [
 # The logical axis, if any, of every dim of an array.
 type Axes = tuple[str | None, ...]
 
-# The matrices of attention, dense and shared MLPs, and routed experts: the number of
-# input dims that a product sums over. They come first, or after the experts dim.
+# The matrices of attention, convolutions, dense and shared MLPs, and routed experts:
+# the number of input dims that a product sums over. They come first, or after the
+# experts dim.
 INPUT_DIMS = {
     "query": 1,
     "key": 1,
@@ -47,6 +48,10 @@ INPUT_DIMS = {
     "query_up": 1,
     "kv_down": 1,
     "kv_up": 1,
+    "input_gate": 1,
+    "output_gate": 1,
+    "inputs": 1,
+    "outputs": 1,
     "gate": 1,
     "up": 1,
     "down": 1,
@@ -55,7 +60,9 @@ INPUT_DIMS = {
     "expert_down": 1,
 }
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
-PLACE = re.compile(r"layers\.\d+\.(attention|mlp|experts\.shared|experts)\.(\w+)")
+PLACE = re.compile(
+    r"layers\.\d+\.(attention|convolution|mlp|experts\.shared|experts)\.(\w+)"
+)
 
 
 @runtime_checkable
@@ -173,7 +180,8 @@ def dense(
 def matrices(tree: PyTree) -> dict[str, Any]:
     """Returns by path all matrices that the decoder uses in `multiply` and `grouped`.
 
-    They are the matrices of attention, dense MLPs, shared MLPs and routed experts.
+    They are the matrices of attention, convolutions, dense and shared MLPs, and routed
+    experts.
     Routers, embeddings and heads do not belong to them.
 
     Args:

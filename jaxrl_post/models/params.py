@@ -10,7 +10,12 @@ import functools
 import jax
 from flax import struct
 
-from jaxrl_post.models.config import LatentAttention, MixtureOfExperts, ModelConfig
+from jaxrl_post.models.config import (
+    LatentAttention,
+    MixtureOfExperts,
+    ModelConfig,
+    ShortConvolution,
+)
 from jaxrl_post.models.spec import ParamSpec, is_spec
 
 __all__ = [
@@ -21,6 +26,7 @@ __all__ = [
     "LayerParams",
     "MLPParams",
     "ProcessHeadParams",
+    "ShortConvolutionParams",
     "param_specs",
 ]
 
@@ -88,6 +94,35 @@ class LatentAttentionParams[Leaf]:
 
 
 @struct.dataclass
+class ShortConvolutionParams[Leaf]:
+    """A gated short convolution.
+
+    Attributes:
+        input_gate: [hidden, channels], to B.
+        output_gate: [hidden, channels], to C.
+        inputs: [hidden, channels], to x.
+        kernel: [kernel, channels], the weights of the sums, the oldest token's first.
+        outputs: [channels, hidden].
+        input_gate_bias: [channels].
+        output_gate_bias: [channels].
+        inputs_bias: [channels].
+        kernel_bias: [channels].
+        outputs_bias: [hidden].
+    """
+
+    input_gate: Leaf
+    output_gate: Leaf
+    inputs: Leaf
+    kernel: Leaf
+    outputs: Leaf
+    input_gate_bias: Leaf | None = None
+    output_gate_bias: Leaf | None = None
+    inputs_bias: Leaf | None = None
+    kernel_bias: Leaf | None = None
+    outputs_bias: Leaf | None = None
+
+
+@struct.dataclass
 class MLPParams[Leaf]:
     """Gated MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases."""
 
@@ -135,16 +170,18 @@ class LayerParams[Leaf]:
     """One decoder layer; the norms are [hidden].
 
     Attributes:
-        attention: grouped-query or latent attention.
+        attention: grouped-query or latent attention; None for a convolution.
+        convolution: None if the layer has attention.
         mlp: None if the layer has experts.
         experts: None if the layer has a dense MLP.
-        attention_norm: norm of attention's input.
-        attention_post_norm: norm of attention's output.
+        attention_norm: norm of the input of attention, or of the convolution.
+        attention_post_norm: norm of its output.
         mlp_norm: norm of the MLP's input.
         mlp_post_norm: norm of the MLP's output.
     """
 
-    attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf]
+    attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf] | None = None
+    convolution: ShortConvolutionParams[Leaf] | None = None
     mlp: MLPParams[Leaf] | None = None
     experts: ExpertsParams[Leaf] | None = None
     attention_norm: Leaf | None = None
@@ -227,15 +264,44 @@ def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
     experts, norm = config.layer_experts(layer), _norm(config, config.hidden_size)
     before = config.norm_placement in ("before", "both")
     after = config.norm_placement in ("after", "both")
-    latent = config.latent
+    convolution = config.convolution(layer)
     return LayerParams(
-        attention=_attention(config) if latent is None else _latent(config, latent),
+        attention=_mixing(config) if convolution is None else None,
+        convolution=None if convolution is None else _convolution(config, convolution),
         mlp=_mlp(config, config.intermediate_size) if experts is None else None,
         experts=None if experts is None else _experts(config, experts),
         attention_norm=when(before, norm),
         attention_post_norm=when(after, norm),
         mlp_norm=when(before, norm),
         mlp_post_norm=when(after, norm),
+    )
+
+
+def _mixing(
+    config: ModelConfig,
+) -> AttentionParams[ParamSpec] | LatentAttentionParams[ParamSpec]:
+    latent = config.latent
+    return _attention(config) if latent is None else _latent(config, latent)
+
+
+def _convolution(
+    config: ModelConfig, convolution: ShortConvolution
+) -> ShortConvolutionParams[ParamSpec]:
+    # There are as many channels as hidden dims, but a mesh splits them as it splits an
+    # MLP's.
+    hidden, into = config.hidden_size, ("embed", "channels")
+    bias = when(convolution.bias, zeros((hidden,), ("channels",)))
+    return ShortConvolutionParams(
+        input_gate=matrix((hidden, hidden), into),
+        output_gate=matrix((hidden, hidden), into),
+        inputs=matrix((hidden, hidden), into),
+        kernel=matrix((convolution.kernel, hidden), ("kernel", "channels")),
+        outputs=matrix((hidden, hidden), ("channels", "embed")),
+        input_gate_bias=bias,
+        output_gate_bias=bias,
+        inputs_bias=bias,
+        kernel_bias=bias,
+        outputs_bias=when(convolution.bias, zeros((hidden,), ("norm",))),
     )
 
 

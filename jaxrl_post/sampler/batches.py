@@ -7,12 +7,13 @@ import numpy as np
 
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.limits import no_changes
-from jaxrl_post.sampler.pages import Shared
+from jaxrl_post.sampler.pages import Shared, StateSlots
 from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Burst, Chunk
 from jaxrl_post.sampler.scores import PromptScoring, Targets
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
+from jaxrl_post.sampler.snapshots import NO_STATE
 
 __all__ = ["prefill_calls", "rows", "scored_calls"]
 
@@ -53,7 +54,8 @@ def scored_calls(
             for row, chunk in enumerate(found, part * count):
                 scoring = chunk.segment.scoring
                 assert scoring is not None
-                after = chunk.segment.tokens[chunk.first + 1 :][: chunk.size]
+                whole = (*chunk.segment.tokens, *chunk.segment.following)
+                after = whole[chunk.first + 1 :][: chunk.size]
                 tokens[row, : len(after)] = after
                 temperature[row] = scoring.divisor
                 takers.append((scoring, row, chunk.size))
@@ -83,6 +85,7 @@ def _prefill_rows(
     tokens = np.zeros((split * count, length), np.int32)
     starts, lengths = (np.zeros((split * count,), np.int32) for _ in range(2))
     pages = _no_pages(split * count, length // PAGE)
+    slots = StateSlots.none(split * count)
     groups: list[list[tuple[Path, list[int]]]] = []
     for part, chunks in enumerate(parts):
         for index, chunk in enumerate(chunks):
@@ -97,12 +100,15 @@ def _prefill_rows(
             lengths[row] = chunk.size
             own = segment.pages[chunk.first // PAGE : pages_for(last)]
             pages[row, : len(own)] = own
+            slots.sources[row], slots.targets[row] = chunk.source, chunk.target
         groups.append([(chunk.path, [i]) for i, chunk in enumerate(chunks)])
     shared = None
     most = max(num_pages(path) for group in groups for path, _ in group)
     if most:
         shared = _shared(groups, count, count, 1, sizes.shared_pages(most))
-    return device.PrefillRows(tokens, starts, lengths, pages, shared)
+    stateful = any(chunk.target != NO_STATE for part in parts for chunk in part)
+    states = slots if stateful else None
+    return device.PrefillRows(tokens, starts, lengths, pages, shared, states)
 
 
 def rows(
@@ -157,6 +163,7 @@ def rows(
         if words
         else None,
         changes=no_changes(count, burst.changes) if burst.changes else None,
+        states=StateSlots.none(count) if burst.sources else None,
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -180,6 +187,9 @@ def rows(
             made.starts[row] = own.start
             pages = own.pages[: burst.own_pages]
             made.pages[row, : len(pages)] = pages
+            if made.states is not None and own.state is not None:
+                made.states.sources[row] = burst.sources[part][index]
+                made.states.targets[row] = own.state.slot
             if said is not None:
                 tokens = (*request.prompt, *sample.tokens.ids.tolist())
                 said[row, : len(tokens)] = tokens

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
 from jaxrl_post.models.decoder import Execution
@@ -29,11 +28,14 @@ from jaxrl_post.sampler.limits import Changes
 from jaxrl_post.sampler.pages import (
     Pages,
     Shared,
+    StateSlots,
     own_entries,
     read_pages,
     read_paths,
     read_shared,
+    read_states,
     write_pages,
+    write_states,
 )
 from jaxrl_post.sampler.sampling import (
     Drawing,
@@ -68,6 +70,7 @@ class PrefillRows:
         sizes: int32, number of tokens of each row.
         pages: int32, pages to write to; the number of pages or more for none.
         shared: the tokens before the chunks; None if no chunk has any.
+        states: of a model with states, else None.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
@@ -75,6 +78,7 @@ class PrefillRows:
     sizes: Int[HostOrDevice, " rows"]
     pages: Int[HostOrDevice, "rows chunk_pages"]
     shared: Shared | None
+    states: StateSlots | None = None
 
 
 @struct.dataclass
@@ -116,6 +120,7 @@ class Rows:
             has one step, since the host must see a token to tell what may follow.
         changes: of logits, as in `sampling.sample`; None if no row has any. With
             penalties a burst has one step, too.
+        states: of a model with states, else None.
     """
 
     progress: Progress
@@ -130,6 +135,7 @@ class Rows:
     history: Int[HostOrDevice, "rows history"] | None = None
     allowed: UInt[HostOrDevice, "rows words"] | None = None
     changes: Changes | None = None
+    states: StateSlots | None = None
 
 
 @struct.dataclass
@@ -212,7 +218,13 @@ def prefill_states(
         None if rows.shared is None else read_shared(config, pages, rows.shared, rules)
     )
     starts = jnp.asarray(rows.starts)
-    view = dataclasses.replace(zeros, starts=starts, shared=shared)
+    view = dataclasses.replace(
+        zeros,
+        starts=starts,
+        shared=shared,
+        states=read_states(config, pages, rows.states, rules),
+        counts=jnp.asarray(rows.sizes),
+    )
     positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
     hidden, view = forward(
         params,
@@ -225,7 +237,8 @@ def prefill_states(
     )
     first = jnp.zeros((count,), jnp.int32)
     places = rows.pages, first, length // PAGE, rules
-    return write_pages(config, pages, view, *places), hidden
+    states = write_states(config, pages, view.states, rows.states, rules)
+    return write_pages(config, pages, view, *places).replace(states=states), hidden
 
 
 def decode(
@@ -330,8 +343,10 @@ def _burst(
 
     def feed(fed: Array, at: Array, active: Array, entries: Any) -> Any:
         """Hidden states [count * width, hidden] of fed tokens, and the new entries."""
-        keys, values = entries
-        cache = KVCache(keys, values, *fixed)
+        keys, values, states = entries
+        # A row that has stopped keeps its state.
+        counts = active.astype(jnp.int32)
+        cache = KVCache(keys, values, *fixed, states=states, counts=counts)
         counted = jnp.broadcast_to(active[:, None], fed.shape)
         if exact:
             hidden, after = exact_forward(
@@ -354,7 +369,8 @@ def _burst(
                 execution=Execution(kernels=kernels),
             )
         assert after is not None
-        return hidden.reshape(count * width, -1), (after.keys, after.values)
+        entries = after.keys, after.values, after.states
+        return hidden.reshape(count * width, -1), entries
 
     def noise(at: Array) -> Array:
         """A uniform number for each token after positions `at`, [count, width]."""
@@ -430,6 +446,9 @@ def _burst(
         if history is not None:
             history = _put(history, drawn.tokens, at + 1, accepted)
         place = state.counts[:, None] + inside
+        # A row that has ended feeds its last token until the burst ends. Behind a state
+        # that has met the token its key would be another one, so it goes elsewhere.
+        moved = left | active if config.has_states else left
         return _State(
             steps=state.steps + 1,
             tokens=jnp.where(
@@ -437,7 +456,7 @@ def _burst(
                 jnp.take_along_axis(drawn.tokens, last, axis=1)[:, 0],
                 state.tokens,
             ),
-            positions=jnp.where(left, state.positions + new, state.positions),
+            positions=jnp.where(moved, state.positions + new, state.positions),
             remaining=jnp.where(left, remaining, 0),
             active=left & (counts < burst.steps),
             counts=counts,
@@ -460,12 +479,12 @@ def _burst(
         counts=none,
         passes=none,
         history=rows.history,
-        entries=(view.keys, view.values),
+        entries=(view.keys, view.values, view.states),
         draft_view=draft_view,
         emitted=_nothing((count, burst.steps), drawing),
     )
     state = jax.lax.while_loop(going_on, body, state)
-    keys, values = state.entries
+    keys, values, states = state.entries
     emitted = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state.emitted)
     after = dataclasses.replace(view, keys=keys, values=values)
     if exact:
@@ -476,7 +495,8 @@ def _burst(
     touched = min(pages_for(burst.steps - 1) + 1, rows.pages.shape[1])
     first = jnp.minimum(progress.counts // PAGE, rows.pages.shape[1] - touched)
     places = rows.pages, first, touched, rules
-    pages = write_pages(config, pages, after, *places)
+    states = write_states(config, pages, states, rows.states, rules)
+    pages = write_pages(config, pages, after, *places).replace(states=states)
     if draft is not None and draft_pages is not None and state.draft_view is not None:
         draft_pages = write_pages(draft.config, draft_pages, state.draft_view, *places)
     computed = progress.positions + state.counts - rows.starts
@@ -501,7 +521,7 @@ class _State(NamedTuple):
         counts: int32, tokens sampled in this burst.
         passes: int32, forward passes in which the row took part.
         history: int32 [rows, length], the row's tokens; None without guesses.
-        entries: keys and values of all layers.
+        entries: keys, values and states of all layers.
         draft_view: keys and values of the draft model; None without one.
         emitted: the tokens sampled in this burst, [rows, steps].
     """
@@ -514,7 +534,7 @@ class _State(NamedTuple):
     counts: Array
     passes: Array
     history: Array | None
-    entries: tuple[tuple[Entries, ...], tuple[Entries, ...]]
+    entries: tuple[Any, Any, Any]
     draft_view: KVCache | None
     emitted: Emitted
 
@@ -576,4 +596,5 @@ def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCach
         values=read_pages(config, pages.values, rows.pages, filled, rules),
         starts=jnp.asarray(rows.starts),
         shared=read_shared(config, pages, rows.shared, rules),
+        states=read_states(config, pages, rows.states, rules),
     )

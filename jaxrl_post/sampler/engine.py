@@ -149,7 +149,12 @@ class Engine:
             )
         self._functions = shared_functions(config, sizes, *settings, drafting, kernels)
         self._compiled_before = self._compiled
-        self.scheduler = Scheduler(sizes, self._functions.split, config.vocab_size)
+        self.scheduler = Scheduler(
+            sizes,
+            self._functions.split,
+            config.vocab_size,
+            states=config.has_states,
+        )
         with self._own_mesh():
             replicate = jax.jit(
                 lambda key: key, out_shardings=self._functions.replicated
@@ -461,20 +466,23 @@ class Engine:
                 f"request {sample.request.prompt_id}, sample {sample.sample_index}: "
                 f"the constraint failed after token {len(sample.tokens)}: {error}"
             )
-            ended = self.scheduler.release(sample).finished("failed", told)
+            ended = self.scheduler.release(sample, known=False)
+            ended = ended.finished("failed", told)
             return [dataclasses.replace(ended, refused=True)]
         sampling = sample.request.sampling
         cut = self._stop_string_end(sample, count)
         if cut is not None:
             sample.cut(cut)
-            return [self.scheduler.release(sample).finished("stop_string")]
+            ended = self.scheduler.release(sample, known=False)
+            return [ended.finished("stop_string")]
         if failed:
             error = (
                 f"request {sample.request.prompt_id}, sample {sample.sample_index}: "
                 f"the logits of token {len(sample.tokens)} were not finite. Are the "
                 "parameters finite, and does the dtype hold the activations?"
             )
-            return [self.scheduler.release(sample).finished("failed", error)]
+            ended = self.scheduler.release(sample, known=False)
+            return [ended.finished("failed", error)]
         if sample.tokens.ids[-1] in sampling.stop_ids:
             return [self.scheduler.release(sample).finished("stop")]
         if not sample.remaining:

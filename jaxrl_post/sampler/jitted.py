@@ -3,7 +3,7 @@
 import collections
 import functools
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
-from jaxrl_post.sampler.pages import Pages
+from jaxrl_post.sampler.pages import Pages, state_axes
 from jaxrl_post.sampler.sampling import Drawing
 from jaxrl_post.sampler.scores import token_scores
 from jaxrl_post.sampler.sizes import EngineConfig
@@ -62,6 +62,12 @@ class DeviceFunctions:
 
     def __post_init__(self) -> None:
         sizes, config = self.sizes, self.config
+        if config.has_states and (sizes.guesses or self.draft is not None):
+            raise ValueError(
+                f"Engine: guesses is {sizes.guesses}, and the states of "
+                f"{config.model_type} cannot be taken back where a guess was wrong; "
+                "take 0"
+            )
         if sizes.exact:
             heads = split_size("heads", self.mesh, self.rules) if self.mesh else 1
             check_exact(config, heads)
@@ -106,11 +112,18 @@ class DeviceFunctions:
     def pages_shardings(self) -> PyTree:
         """Shardings of the cache; None on one device.
 
-        Pages are split over the batch axes, key/value heads over the kv_heads axes.
+        Pages and states are split over the batch axes, key/value heads over the
+        kv_heads axes, channels of states over theirs.
         """
         if self.mesh is None:
             return None
-        return jax.tree.map(self._pages_sharding, self.pages_shape)
+        pages = self.pages_shape
+        of_keys = partial(self._sharding, ("batch", "kv_heads", None, None))
+        return Pages(
+            jax.tree.map(of_keys, pages.keys),
+            jax.tree.map(of_keys, pages.values),
+            jax.tree.map(partial(self._sharding, state_axes()), pages.states),
+        )
 
     @property
     def replicated(self) -> NamedSharding | None:
@@ -221,11 +234,13 @@ class DeviceFunctions:
 
     def _empty_pages(self) -> Pages:
         pages = self.sizes.num_pages(self.split)
-        return Pages.zeros(self.config, pages, self.dtype)
+        slots = self.sizes.num_states(self.split)
+        return Pages.zeros(self.config, pages, slots, self.dtype)
 
-    def _pages_sharding(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def _sharding(
+        self, axes: tuple[str | None, ...], leaf: jax.ShapeDtypeStruct
+    ) -> NamedSharding:
         assert self.mesh is not None
-        axes = ("batch", "kv_heads", None, None)
         spec = partition_spec(
             leaf.shape, axes, self.mesh, self.rules, name="cache_tokens"
         )

@@ -5,10 +5,12 @@ back. On a mesh that splits the batch each part works on its own pages and rows,
 local page numbers.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -16,19 +18,24 @@ from jax.typing import DTypeLike
 from jaxrl_post.kernels.attention.paths import BLOCK
 from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import KVCache, ModelConfig
-from jaxrl_post.models.cache import SharedCache
+from jaxrl_post.models.cache import SharedCache, states
 from jaxrl_post.sampler.sizes import PAGE
+from jaxrl_post.sampler.snapshots import NO_STATE
 from jaxrl_post.sharding import Rules, dividing_axes
 from jaxrl_post.types import Array, HostOrDevice, Int
 
 __all__ = [
     "Pages",
     "Shared",
+    "StateSlots",
     "own_entries",
     "read_pages",
     "read_paths",
     "read_shared",
+    "read_states",
+    "state_axes",
     "write_pages",
+    "write_states",
 ]
 
 NO_TOKEN = jnp.iinfo(jnp.int32).max
@@ -36,21 +43,29 @@ NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 @struct.dataclass
 class Pages:
-    """Keys and values of all layers in pages of PAGE tokens.
+    """Keys and values of all layers in pages of PAGE tokens, and states in slots.
 
     Attributes:
-        keys: [pages, kv_heads, PAGE, head_dim] for every layer.
+        keys: [pages, kv_heads, PAGE, head_dim] for every layer; None for a layer with a
+            state.
         values: like the keys, but of any width.
+        states: [slots, ...] for every layer with a state, None for the others; () if no
+            layer has one.
     """
 
-    keys: tuple[Entries, ...]
-    values: tuple[Entries, ...]
+    keys: tuple[Entries | None, ...]
+    values: tuple[Entries | None, ...]
+    states: tuple[Array | None, ...] = ()
+
+    replace = dataclasses.replace
 
     @classmethod
-    def zeros(cls, config: ModelConfig, pages: int, dtype: DTypeLike) -> "Pages":
+    def zeros(
+        cls, config: ModelConfig, pages: int, slots: int, dtype: DTypeLike
+    ) -> "Pages":
         """Makes an empty cache; `dtype` as in `KVCache.zeros`."""
         cache = KVCache.zeros(config, pages, PAGE, dtype)
-        return cls(cache.keys, cache.values)
+        return cls(cache.keys, cache.values, states(config, slots, dtype))
 
     @property
     def dtype(self) -> DTypeLike:
@@ -75,6 +90,68 @@ class Shared:
     counts: Int[HostOrDevice, "groups shared_pages"]
     places: Int[HostOrDevice, " rows"]
     members: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class StateSlots:
+    """The slots of the states of a call's rows, for a model with states.
+
+    Attributes:
+        sources: int32, where the state before the row's first token is; the number of
+            slots or more for a state of zeros.
+        targets: int32, where the state after its last token goes; the number of slots
+            or more for nowhere.
+    """
+
+    sources: Int[HostOrDevice, " rows"]
+    targets: Int[HostOrDevice, " rows"]
+
+    @classmethod
+    def none(cls, rows: int) -> "StateSlots":
+        """Slots that are nowhere."""
+        return cls(*(np.full((rows,), NO_STATE, np.int32) for _ in range(2)))
+
+
+def read_states(
+    config: ModelConfig, pages: Pages, slots: StateSlots | None, rules: Rules
+) -> tuple[Array | None, ...]:
+    """Copies the states with which the rows of a call begin."""
+    if slots is None:
+        return ()
+
+    def read(held: Array, sources: Array) -> Array:
+        return held.at[sources].get(mode="fill", fill_value=0)
+
+    sources = jnp.asarray(slots.sources)
+    local = _on_state_parts(config, pages, sources.shape[0], rules, (True, False))
+    return jax.tree.map(lambda held: local(read)(held, sources), pages.states)
+
+
+def write_states(
+    config: ModelConfig,
+    pages: Pages,
+    new: tuple[Array | None, ...],
+    slots: StateSlots | None,
+    rules: Rules,
+) -> tuple[Array | None, ...]:
+    """Returns the states of a cache with those with which the rows of a call end."""
+    if slots is None:
+        return pages.states
+
+    def write(held: Array, new: Array, targets: Array) -> Array:
+        return held.at[targets].set(new, mode="drop")
+
+    targets = jnp.asarray(slots.targets)
+    specs = (True, True, False)
+    local = _on_state_parts(config, pages, targets.shape[0], rules, specs)
+    return jax.tree.map(
+        lambda held, new: local(write)(held, new, targets), pages.states, new
+    )
+
+
+def state_axes() -> tuple[str | None, ...]:
+    """The logical axes of a layer's states."""
+    return ("batch", None, "channels")
 
 
 def read_paths(
@@ -192,11 +269,11 @@ def read_shared(
 
 def read_pages(
     config: ModelConfig,
-    layers: tuple[Entries, ...],
+    layers: tuple[Entries | None, ...],
     ids: Int[Array, "rows count"],
     filled: Int[Array, "rows count"],
     rules: Rules,
-) -> tuple[Entries, ...]:
+) -> tuple[Entries | None, ...]:
     """Copies pages into rows [rows, kv_heads, count * PAGE, dim].
 
     What a page holds beyond its tokens is replaced by zeros, because an infinite or NaN
@@ -258,18 +335,17 @@ def write_pages(
     ids = jnp.asarray(ids)
     specs = (True, True, False, False)
     local = _on_parts(config, pages.keys, ids.shape[0], rules, specs)(write)
-    return Pages(
-        *jax.tree.map(
-            lambda old, new: local(old, new, ids, first),
-            (pages.keys, pages.values),
-            (view.keys, view.values),
-        )
+    keys, values = jax.tree.map(
+        lambda old, new: local(old, new, ids, first),
+        (pages.keys, pages.values),
+        (view.keys, view.values),
     )
+    return pages.replace(keys=keys, values=values)
 
 
 def _on_parts(
     config: ModelConfig,
-    layers: tuple[Entries, ...],
+    layers: tuple[Entries | None, ...],
     rows: int,
     rules: Rules,
     has_heads: tuple[bool, ...],
@@ -286,10 +362,41 @@ def _on_parts(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return lambda function: function
-    batch = dividing_axes("batch", layers[0].shape[0], mesh, rules) or None
+    pages = jax.tree.leaves(layers)[0].shape[0]
+    batch = dividing_axes("batch", pages, mesh, rules) or None
     heads = dividing_axes("kv_heads", config.cache_shape[0], mesh, rules) or None
     assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
     specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)
     return lambda function: jax.shard_map(
         function, in_specs=specs, out_specs=P(batch, heads), check_vma=False
+    )
+
+
+def _on_state_parts(
+    config: ModelConfig,
+    pages: Pages,
+    rows: int,
+    rules: Rules,
+    has_channels: tuple[bool, ...],
+) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    """As `_on_parts`, for states.
+
+    Args:
+        config: of the model.
+        pages: with the states.
+        rows: number of rows.
+        rules: logical axis to mesh axes.
+        has_channels: for each argument, whether it is a state.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return lambda function: function
+    slots = jax.tree.leaves(pages.states)[0].shape[0]
+    batch = dividing_axes("batch", slots, mesh, rules) or None
+    assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
+    channels = dividing_axes("channels", config.hidden_size, mesh, rules) or None
+    whole = P(batch, None, channels)
+    specs = tuple(whole if flag else P(batch) for flag in has_channels)
+    return lambda function: jax.shard_map(
+        function, in_specs=specs, out_specs=whole, check_vma=False
     )

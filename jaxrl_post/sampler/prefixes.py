@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxrl_post.sampler.scores import PromptScoring
 from jaxrl_post.sampler.sizes import PAGE, pages_for
+from jaxrl_post.sampler.snapshots import Snapshot, Snapshots
 
 __all__ = ["Path", "PrefixTree", "Segment", "num_pages"]
 
@@ -36,6 +37,10 @@ class Segment:
         promised: number of further pages that it may take.
         current: whether its keys were computed by the engine's current parameters.
         scoring: collects the scores of its tokens; None for no scores.
+        following: the token after the last one, if `scoring` needs it.
+        snapshots: states after numbers of its tokens, of a model with states.
+        state: the state with which its next token begins: a running sample's own, or
+            the one before the next chunk; None for a state of zeros.
     """
 
     def __init__(
@@ -49,6 +54,9 @@ class Segment:
         self.pins = self.promised = 0
         self.current = True
         self.scoring: PromptScoring | None = None
+        self.following: tuple[int, ...] = ()
+        self.snapshots: dict[int, Snapshot] = {}
+        self.state: Snapshot | None = None
         self.children: list[Segment] = []
         self.used = 0
 
@@ -59,8 +67,11 @@ class PrefixTree:
     Pages are promised before they are taken: a sample starts only if all pages that it
     may need are free or can be freed, so no running sample is ever stopped for another.
 
+    With states a sequence continues only where there is a snapshot.
+
     Args:
         num_pages: pages of this part.
+        num_states: slots for states of this part; 0 for a model without states.
 
     >>> tree = PrefixTree(num_pages=4)
     >>> prompt = tree.begin((), range(20), promise=1)
@@ -71,7 +82,9 @@ class PrefixTree:
     [(20, True)]
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_states: int = 0) -> None:
+        self.states = Snapshots(num_states)
+        self._needs_state = num_states > 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._roots: list[Segment] = []
         # A dictionary, because all processes of a run must evict in the same order.
@@ -94,7 +107,7 @@ class PrefixTree:
         """The path of current segments that spells the most of the first tokens.
 
         Less than a page of a segment is not worth a page to read, unless it is all of
-        the segment.
+        the segment. With states the path ends at a snapshot.
         """
         wanted = list(tokens)
         best: tuple[int, Path] = (0, ())
@@ -102,10 +115,13 @@ class PrefixTree:
         while waiting:
             segment, before, start = waiting.pop()
             count = _common(segment.tokens, wanted, start)
-            if count >= PAGE or count == len(segment.tokens):
+            used = count
+            if self._needs_state:
+                used = max((n for n in segment.snapshots if n <= count), default=0)
+            if used and (used >= PAGE or used == len(segment.tokens)):
                 best = max(
                     best,
-                    (start + count, (*before, (segment, count))),
+                    (start + used, (*before, (segment, used))),
                     key=lambda found: found[0],
                 )
             waiting += [
@@ -133,7 +149,10 @@ class PrefixTree:
             self.promised -= segment.promised
             segment.promised = 0
             segment.tokens = segment.tokens[: segment.computed]
-            if segment.current and segment.tokens:
+            self.states.forget(segment, after=segment.computed)
+            self.leave(segment)
+            kept = segment.tokens and (segment.snapshots or not self._needs_state)
+            if segment.current and (kept or segment.children):
                 surplus = segment.pages[pages_for(len(segment.tokens)) :]
                 self._free += reversed(surplus)
                 del segment.pages[pages_for(len(segment.tokens)) :]
@@ -141,6 +160,19 @@ class PrefixTree:
                 self._idle += len(segment.pages)
             else:
                 self._remove(segment)
+
+    def enter(self, path: Path) -> Snapshot | None:
+        """Holds the state at the end of a path; None for zeros, or without states."""
+        if not self._needs_state or not path:
+            return None
+        segment, count = path[-1]
+        return self.states.hold(segment.snapshots[count])
+
+    def leave(self, segment: Segment) -> None:
+        """Gives up the state with which a segment's next token would begin."""
+        if segment.state is not None:
+            self.states.release(segment.state)
+            segment.state = None
 
     def begin(self, path: Path, tokens: Sequence[int], promise: int) -> Segment:
         """Adds a pinned segment that continues a path, with pages promised to it."""
@@ -170,6 +202,7 @@ class PrefixTree:
             self._idle -= len(segment.pages)
             del self._unpinned[segment]
             self._free += reversed(segment.pages)
+            self.states.forget(segment)
         for segment in _all(self._roots):
             segment.current = False
             segment.children = []
@@ -186,6 +219,7 @@ class PrefixTree:
     def _remove(self, segment: Segment) -> None:
         self._free += reversed(segment.pages)
         segment.pages = []
+        self.states.forget(segment)
         siblings = self._roots if segment.parent is None else segment.parent.children
         if segment in siblings:
             siblings.remove(segment)

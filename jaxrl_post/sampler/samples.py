@@ -14,6 +14,7 @@ from jaxrl_post.sampler.requests import (
     Unfinished,
 )
 from jaxrl_post.sampler.scores import PromptScoring
+from jaxrl_post.sampler.snapshots import Snapshot
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["Sample"]
@@ -33,6 +34,9 @@ class Sample:
         constraint: which token may come next; None for any.
         alternatives: of the tokens so far; None if not asked for.
         scoring: the scores of its prompt; None if it has none to compute.
+        source: the state from which its first burst begins, of a model with states;
+            None for zeros, and after that burst.
+        began: whether its first burst was given, of a model with states.
     """
 
     request: Request
@@ -44,6 +48,8 @@ class Sample:
     constraint: Constraint | None = None
     alternatives: Alternatives | None = None
     scoring: PromptScoring | None = None
+    source: Snapshot | None = None
+    began: bool = False
 
     @classmethod
     def of(cls, request: Request, sample_index: int, vocab_size: int) -> "Sample":

@@ -20,6 +20,7 @@ from jaxrl_post.sampler.requests import Alternatives, Request, SampleId
 from jaxrl_post.sampler.samples import Sample
 from jaxrl_post.sampler.scores import PromptScoring
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
+from jaxrl_post.sampler.snapshots import NO_STATE, Snapshot
 from jaxrl_post.tokens import Tokens
 
 __all__ = ["Burst", "Chunk", "Scheduler"]
@@ -36,6 +37,8 @@ class Chunk:
         first: index of the first token within the segment.
         size: number of tokens.
         wave: a chunk reads what chunks of earlier waves have computed.
+        source: slot of the state before the first token, of a model with states.
+        target: slot for the state after the last token.
     """
 
     part: int
@@ -44,6 +47,8 @@ class Chunk:
     first: int
     size: int
     wave: int
+    source: int = NO_STATE
+    target: int = NO_STATE
 
     @property
     def path(self) -> Path:
@@ -70,6 +75,8 @@ class Burst:
         single: whether the burst has one step, since the next one depends on what the
             host makes of its tokens.
         changes: tokens of a row whose logits are changed, padded; 0 for none.
+        sources: for each part the slots of the states with which its rows begin; ()
+            for a model without states.
     """
 
     rows: list[list[Sample]]
@@ -85,6 +92,7 @@ class Burst:
     constrained: bool = False
     single: bool = False
     changes: int = 0
+    sources: tuple[list[int], ...] = ()
 
 
 class Scheduler:
@@ -94,6 +102,7 @@ class Scheduler:
         sizes: the engine's sizes.
         split: parts into which the mesh splits slots and cache.
         vocab_size: of the model; needed for requests with limits.
+        states: whether the model's layers have states.
 
     >>> scheduler = Scheduler(EngineConfig(num_slots=4, max_prompt_tokens=16))
     >>> scheduler.submit(Request(prompt_id=7, prompt=(1, 2), num_samples=2))
@@ -105,16 +114,25 @@ class Scheduler:
     """
 
     def __init__(
-        self, sizes: EngineConfig, split: int = 1, vocab_size: int = 0
+        self,
+        sizes: EngineConfig,
+        split: int = 1,
+        vocab_size: int = 0,
+        *,
+        states: bool = False,
     ) -> None:
         pages = sizes.num_pages(split) // split
-        self.trees = [PrefixTree(pages) for _ in range(split)]
+        slots = sizes.num_states(split) // split if states else 0
+        self.trees = [PrefixTree(pages, slots) for _ in range(split)]
         self.running: list[Sample] = []
         self.prefilled_tokens = 0
         self._sizes, self._slots = sizes, sizes.num_slots // split
         self._vocab_size = vocab_size
         self._queue: deque[Sample] = deque()
         self._pending: list[tuple[int, Segment, Path]] = []
+        self._states = states
+        # States that the calls of the last `prefill` read, each with its part.
+        self._spent: list[tuple[int, Snapshot]] = []
 
     @property
     def busy(self) -> bool:
@@ -146,6 +164,9 @@ class Scheduler:
         later wave. The caller must compute the waves one after the other. [] if there
         is nothing to do.
         """
+        for part, snapshot in self._spent:
+            self.trees[part].states.release(snapshot)
+        self._spent = []
         self._admit()
         chunks: list[Chunk] = []
         waiting, wave = self._lacking(), 0
@@ -158,7 +179,8 @@ class Scheduler:
                 lacking = len(segment.tokens) - segment.computed
                 size = min(lacking, self._sizes.chunks[-1])
                 first = segment.computed
-                chunks.append(Chunk(part, segment, before, first, size, wave))
+                slots = self._step_state(part, segment, first + size)
+                chunks.append(Chunk(part, segment, before, first, size, wave, *slots))
                 self.trees[part].grow(segment, first + size)
             for chunk in chunks:
                 if chunk.wave == wave:
@@ -214,6 +236,7 @@ class Scheduler:
             constrained=any(s.constraint is not None for s in ready),
             single=any(s.single for s in ready),
             changes=sizes.changes(most_changes) if most_changes else 0,
+            sources=self._begin_states(rows) if self._states else (),
         )
 
     def undrafted(self, burst: Burst) -> list[Chunk]:
@@ -278,6 +301,12 @@ class Scheduler:
             ],
             own_pages=own_pages,
             floor=self._floor(most),
+            sources=tuple(
+                [NO_STATE if s.own is None else _own_slot(s) for s in part]
+                for part in burst.rows
+            )
+            if self._states
+            else (),
         )
 
     @staticmethod
@@ -324,9 +353,18 @@ class Scheduler:
         if isinstance(sample.constraint, LimitedTokens) and sample.constraint.over:
             sample.constraint = sample.constraint.inner
 
-    def release(self, sample: Sample) -> Sample:
-        """Ends a running sample; its segments serve others until they are evicted."""
+    def release(self, sample: Sample, *, known: bool = True) -> Sample:
+        """Ends a running sample; its segments serve others until they are evicted.
+
+        Args:
+            sample: the sample.
+            known: whether the device knows that it has ended. Otherwise a burst that
+                is running may change its state, which then serves nothing else.
+        """
         self.running.remove(sample)
+        own = sample.own
+        if known and own is not None and own.state is not None and own.computed:
+            self.trees[sample.part].states.put(own.state, own, own.computed)
         self._unpin(sample)
         return sample
 
@@ -392,8 +430,49 @@ class Scheduler:
             self._unpin(sample)
             self._queue.appendleft(sample)
 
+    def _begin_states(self, rows: list[list[Sample]]) -> tuple[list[int], ...]:
+        """The slots from which a burst's samples begin; each then has its own."""
+        found: list[list[int]] = []
+        for part, samples in enumerate(rows):
+            slots: list[int] = []
+            for sample in samples:
+                source, sample.source = sample.source, None
+                if sample.began:
+                    slots.append(_own_slot(sample))
+                    continue
+                sample.began = True
+                slots.append(NO_STATE if source is None else source.slot)
+                if source is not None:
+                    self.trees[part].states.release(source)
+            found.append(slots)
+        return tuple(found)
+
+    def _step_state(self, part: int, segment: Segment, last: int) -> tuple[int, int]:
+        """The slots before and after a chunk that ends after `last` tokens."""
+        if not self._states:
+            return NO_STATE, NO_STATE
+        states, before = self.trees[part].states, segment.state
+        source = NO_STATE if before is None else before.slot
+        if before is not None:
+            # The calls of one round are not in this order.
+            self._spent.append((part, before))
+        end = segment.snapshots[len(segment.tokens)]
+        if last == len(segment.tokens):
+            segment.state = None
+            return source, end.slot
+        if states.room:
+            after = states.take()
+            states.put(after, segment, last)
+        else:
+            after = states.hold(end)
+        segment.state = after
+        return source, after.slot
+
     def _unpin(self, sample: Sample) -> None:
         assert sample.own is not None
+        if sample.source is not None:
+            self.trees[sample.part].states.release(sample.source)
+        sample.source, sample.began = None, False
         self.trees[sample.part].unpin((*sample.path, (sample.own, 0)))
         sample.path, sample.own = (), None
 
@@ -407,6 +486,11 @@ class Scheduler:
     def _start(self, sample: Sample) -> bool:
         """Gives a sample a slot and pages; False if there is no room now."""
         context = [*sample.request.prompt, *sample.tokens.ids.tolist()]
+        following = ()
+        if self._states:
+            # Decoding feeds the last token, which a state must not meet twice.
+            *context, last = context
+            following = (last,)
         # Keys in the cache say nothing of the tokens that came after them.
         kept = () if sample.scores else context
         loads = [0] * len(self.trees)
@@ -425,8 +509,11 @@ class Scheduler:
         for part, path in found:
             have = _length(path)
             needed = pages_for(len(context) - have) + own
-            if needed <= self.trees[part].room(path):
+            tree = self.trees[part]
+            if needed <= tree.room(path) and (not self._states or tree.states.room > 3):
                 self._place(sample, part, path, context[have:], own)
+                if sample.scoring is not None and sample.path:
+                    sample.path[-1][0].following = following
                 return True
         return False
 
@@ -437,12 +524,28 @@ class Scheduler:
         tree.pin(path)
         if rest:
             segment = tree.begin(path, rest, pages_for(len(rest)))
+            if self._states:
+                segment.state = tree.enter(path)
+                tree.states.put(end := tree.states.take(), segment, len(rest))
+                sample.source = end
             if sample.scores:
                 segment.scoring = sample.scoring = PromptScoring.of(sample.request)
             self._pending.append((part, segment, path))
             path = (*path, (segment, len(rest)))
+        elif self._states:
+            sample.source = tree.enter(path)
+            if sample.scores:
+                sample.scoring = PromptScoring.of(sample.request)
         sample.part, sample.path = part, path
         sample.own = tree.begin(path, (), own)
+        if self._states:
+            sample.own.state = tree.states.take()
+
+
+def _own_slot(sample: Sample) -> int:
+    assert sample.own is not None
+    assert sample.own.state is not None
+    return sample.own.state.slot
 
 
 def _computed(path: Path) -> bool:

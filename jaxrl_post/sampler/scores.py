@@ -133,6 +133,11 @@ class PromptScoring:
         """Waits for the device, unless `found` is there."""
         if self.found is not None:
             return
+        if not self._parts:
+            # A prompt of one token, which follows nothing.
+            none = np.zeros((0,), np.float32), np.zeros((0,), np.int32)
+            self.found = PromptScores(*none, Alternatives.none())
+            return
         parts = [
             [np.asarray(each)[row, :size] for each in scores]
             for scores, row, size in self._parts

@@ -141,6 +141,17 @@ class EngineConfig:
             )
         return each * split
 
+    def num_states(self, split: int) -> int:
+        """Slots for states, of a model with them; a multiple of `split`.
+
+        A running sample has one, its prompt one, and a prompt that is being computed
+        another; as many are left for what comes later.
+
+        Args:
+            split: parts into which a mesh splits the slots.
+        """
+        return 4 * (-(-self.num_slots // split) + 1) * split
+
     @property
     def _longest(self) -> str:
         if self.max_length == self.context_tokens:

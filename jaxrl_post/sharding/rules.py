@@ -83,6 +83,8 @@ DEFAULT_RULES = Rules.of(
         "kv_heads": ("tp",),
         "head_dim": (),
         "ffn": ("tp",),
+        "channels": ("tp",),
+        "kernel": (),
         "norm": (),
         "value": (),
         "rank": (),

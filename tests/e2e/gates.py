@@ -120,10 +120,14 @@ class Gates:
         async def ended() -> None:
             for server in self._servers:
                 server.close()
+            # What has been accepted becomes a task; what is cancelled closes its
+            # connections in a later turn of the loop.
+            await asyncio.sleep(0.05)
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.05)
 
         self.run(ended())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -539,6 +539,31 @@ KIN = {
     ),
 }  # fmt: skip
 
+CONVOLVED = {"pad_token_id": None, "num_hidden_layers": 4}
+
+STATES = {
+    "lfm2": Case(
+        "lfm2",
+        {**CONVOLVED, "intermediate_size": 60, "block_multiple_of": 8,
+         "layer_types": ["conv", "conv", "full_attention", "conv"]},
+        rope("default"),
+    ),
+    "lfm2_biases_untied": Case(
+        "lfm2",
+        {**CONVOLVED, "conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [1],
+         "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+        rope("default"),
+        old_keys=True,
+    ),
+    "lfm2_moe": Case(
+        "lfm2_moe",
+        {**CONVOLVED, **QWEN_EXPERTS, "num_dense_layers": 1, "num_experts": 8,
+         "num_experts_per_tok": 3, "routed_scaling_factor": 1.3,
+         "layer_types": ["conv", "full_attention", "conv", "conv"]},
+        rope("default"),
+    ),
+}  # fmt: skip
+
 SEEING = {
     "qwen2_5_vl": Case(
         "qwen2_5_vl",
@@ -574,4 +599,6 @@ SEEING = {
     ),
 }  # fmt: skip
 
-CASES = {**LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS, **KIN, **SEEING}
+CASES = {
+    **LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS, **KIN, **STATES, **SEEING,
+}  # fmt: skip

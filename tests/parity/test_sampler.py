@@ -18,18 +18,18 @@ from jaxrl_post.pretrained import families as registry
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 # Families whose caches differ: windows, local and long rotations, latents, sinks,
-# layers without rotation, experts. The other families' caches hold no more than these,
-# and test_logits.py compares their forward passes.
+# layers without rotation, experts, states. The other families' caches hold no more than
+# these, and test_logits.py compares their forward passes.
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
-    "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss",
+    "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss", "lfm2",
 }  # fmt: skip
 FAMILIES = (
     "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_sliding_from_layer_1",
     "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
-    "gpt_oss", "ministral3", "youtu",
+    "gpt_oss", "ministral3", "youtu", "lfm2", "lfm2_biases_untied", "lfm2_moe",
 )  # fmt: skip
 # Inside these is a text model of another family.
 SEEING = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"}
@@ -84,5 +84,5 @@ def test_every_family_has_a_case():
         "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-        "ministral3", "youtu",
+        "ministral3", "youtu", "lfm2", "lfm2_moe",
     }  # fmt: skip

@@ -11,6 +11,7 @@ from jaxrl_post.pretrained.families import (
     gemma,
     glm,
     gpt_oss,
+    lfm2,
     llama,
     mistral,
     olmo,
@@ -67,6 +68,8 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": glm.SOLAR_OPEN,
     "glm4_moe_lite": deepseek.GLM4_MOE_LITE,
     "youtu": deepseek.YOUTU,
+    "lfm2": lfm2.LFM2,
+    "lfm2_moe": lfm2.LFM2_MOE,
 }
 
 

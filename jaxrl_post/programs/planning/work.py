@@ -44,12 +44,13 @@ __all__ = ["ModelWork", "Product"]
 MATRICES = (
     "query", "key", "value", "output",
     "query_down", "query_up", "kv_down", "kv_up",
+    "input_gate", "output_gate", "inputs", "outputs",
     "gate", "up", "down", "router", "shared_gate", "unembedding",
 )  # fmt: skip
 # Their inputs are their last dimension, as of [experts, hidden] and [vocab, hidden].
 TRANSPOSED = ("router", "shared_gate", "unembedding")
 # Their outputs are their last dimension, and not all dimensions but the first.
-NARROW = ("output", "down")
+NARROW = ("output", "outputs", "down")
 
 # Bytes of the gradient in an optimizer step, per parameter: it is float32, and is read
 # twice, since its norm comes first.
@@ -272,7 +273,7 @@ class ModelWork:
         beside = 4 if dtype.name in CODE_DTYPES else 0
         size = sum(width * dtype.itemsize + beside for width in widths if width)
         parts = self._parts("kv_heads", heads)
-        return heads // parts * size * self.config.num_layers
+        return heads // parts * size * self.config.attention_layers
 
     @property
     def table_bytes(self) -> int:
@@ -398,7 +399,7 @@ class ModelWork:
 
     def _head_flops(self, width: int) -> float:
         heads = self.config.num_heads // self._parts("heads", self.config.num_heads)
-        return 2 * heads * width * self.config.num_layers
+        return 2 * heads * width * self.config.attention_layers
 
     def _local(self, count: float) -> float:
         """A device's part of rows or tokens; all of them if they do not divide."""

@@ -81,6 +81,11 @@ def jetstream_engine(
             f"jetstream_engine: max_prompt_tokens must be below {PADDED[-1]}, the "
             f"longest prompt that JetStream pads; got {sizes.max_prompt_tokens}"
         )
+    if config.has_states:
+        raise ValueError(
+            f"jetstream_engine: the layers of {config.model_type} carry states, which "
+            "JetStream's slots do not hold; use launch.serve"
+        )
     if sampling.changes or sampling.min_tokens or sampling.bad_words:
         raise ValueError(
             "jetstream_engine: sampling has temperature, top_k, top_p and min_p; leave "

@@ -226,4 +226,4 @@ class SlotFunctions:
         return DecodeState(self.functions.pages_shardings, progress, *others)
 
     def _pages(self, count: int) -> Pages:
-        return Pages.zeros(self.functions.config, count, self.functions.dtype)
+        return Pages.zeros(self.functions.config, count, 0, self.functions.dtype)

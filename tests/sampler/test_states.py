@@ -1,0 +1,266 @@
+"""States in the sampler: a token's log-prob is the trainer's, whatever came before.
+
+The model's middle layers carry states, so a state that is read at a wrong place, met by
+a token twice, or left by another sequence shows in the log-probs.
+"""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.models import ShortConvolution, forward, logits
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler import pages as cache
+from jaxrl_post.sampler.snapshots import Snapshots
+from jaxrl_post.sharding import create_mesh
+from tests import tiny
+
+CONFIG = dataclasses.replace(
+    tiny.CONFIG,
+    model_type="lfm2",
+    num_layers=4,
+    qk_norm="head",
+    tie_embeddings=True,
+    short_convolution=ShortConvolution(kernel=3, layers=(0, 1, 3), bias=True),
+)
+# Prompts of several chunks and pages; samples of several bursts.
+SIZES = EngineConfig(
+    num_slots=4, max_prompt_tokens=56, max_tokens=12, context_tokens=64,
+    steps_per_call=4, prefill_tokens=32, max_stop_ids=2,
+)  # fmt: skip
+PARAMS = tiny.params(CONFIG)
+
+
+def engine(sizes: EngineConfig = SIZES, **options) -> Engine:
+    return Engine(CONFIG, sizes, seed=3, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def log_probs(config, params, tokens):
+    return jax.nn.log_softmax(logits(params, config, forward(params, config, tokens)))
+
+
+def expected(prompt, ids, params=PARAMS) -> np.ndarray:
+    """The log-probs of tokens after a prompt, by one forward pass."""
+    whole = [*prompt, *ids]
+    padded = np.zeros((1, SIZES.max_length), np.int32)
+    padded[0, : len(whole)] = whole
+    found = np.asarray(log_probs(CONFIG, params, jnp.asarray(padded)))[0]
+    at = np.arange(len(prompt) - 1, len(whole) - 1)
+    return found[at, np.array(ids, np.int32)]
+
+
+def check(prompt, completion, params=PARAMS) -> None:
+    ids = completion.tokens.ids.tolist()
+    np.testing.assert_allclose(
+        completion.tokens.logprobs, expected(prompt, ids, params), atol=1e-4
+    )
+
+
+def draw(rng: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(4, 40) for _ in range(length))
+
+
+def ask(number, prompt, samples=1, most=8, **options) -> Request:
+    sampling = SamplingParams(max_tokens=most, **options)
+    return Request(number, prompt, samples, sampling=sampling)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33, 34, 48, 56])
+def test_prompts_of_any_length(length):
+    prompt = draw(random.Random(length), length)
+    for done in engine().generate(PARAMS, [ask(1, prompt, 3)]):
+        check(prompt, done)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_a_prompt_in_chunks_is_the_whole_prompt(chunk):
+    prompt = draw(random.Random(0), 50)
+    sizes = dataclasses.replace(SIZES, prefill_tokens=chunk)
+    [done] = engine(sizes).generate(PARAMS, [ask(1, prompt)])
+    check(prompt, done)
+
+
+def test_turns_prefill_what_is_new_alone():
+    """After an answer, and after the end of a prompt that others continue."""
+    sampler, rng = engine(), random.Random(1)
+    prompt = draw(rng, 20)
+    [first] = sampler.generate(PARAMS, [ask(1, prompt)])
+    assert sampler.prefilled_tokens == 19
+    answer = first.tokens.ids.tolist()
+    longer = (*prompt, *answer, *draw(rng, 5))
+    [second] = sampler.generate(PARAMS, [ask(2, longer)])
+    # The last token of an answer has not been fed, nor the last one of the prompt.
+    assert sampler.prefilled_tokens == 19 + 5
+    check(longer, second)
+    other = (*prompt, *draw(rng, 6))
+    [third] = sampler.generate(PARAMS, [ask(3, other)])
+    assert sampler.prefilled_tokens == 19 + 5 + 6
+    check(other, third)
+
+
+def test_a_prompt_that_begins_like_another_continues_after_a_chunk():
+    sampler, rng = engine(), random.Random(2)
+    prompt = draw(rng, 50)
+    sampler.generate(PARAMS, [ask(1, prompt)])
+    before = sampler.prefilled_tokens
+    other = (*prompt[:40], *draw(rng, 10))
+    [done] = sampler.generate(PARAMS, [ask(2, other)])
+    # 32 of the 40 tokens end with a chunk.
+    assert sampler.prefilled_tokens - before == 49 - 32
+    check(other, done)
+
+
+def test_new_parameters_begin_with_no_state_of_the_old():
+    sampler, rng = engine(), random.Random(3)
+    prompt = draw(rng, 30)
+    sampler.generate(PARAMS, [ask(1, prompt)])
+    others = tiny.params(CONFIG, seed=1)
+    [done] = sampler.generate(others, [ask(2, prompt)], version=1)
+    check(prompt, done, others)
+
+
+def test_a_sample_that_is_taken_back_continues():
+    sampler, rng = engine(), random.Random(4)
+    prompt = draw(rng, 21)
+    sampler.submit(ask(1, prompt, 3, most=12))
+    sampler.step(PARAMS)
+    taken = sampler.cancel()
+    assert [len(each.tokens) for each in taken] == [8, 8, 8]
+    before = sampler.prefilled_tokens
+    for each in taken:
+        so_far = each.tokens.ids.tolist()
+        request = dataclasses.replace(
+            ask(1, (*prompt, *so_far), most=4),
+            first_sample=each.sample_index,
+            num_sampled=len(so_far),
+        )
+        [done] = sampler.generate(PARAMS, [request])
+        check(request.prompt, done)
+    # Their states were kept where they stopped.
+    assert sampler.prefilled_tokens == before
+
+
+def test_scores_of_a_prompt_are_the_trainers():
+    for length in (1, 2, 33, 40):
+        prompt = draw(random.Random(length), length)
+        request = ask(1, prompt, prompt_scores=True)
+        [done] = engine().generate(PARAMS, [request])
+        assert done.prompt is not None
+        found = done.prompt.logprobs
+        assert len(found) == length - 1
+        np.testing.assert_allclose(
+            found, expected(prompt[:1], prompt[1:])[: length - 1], atol=1e-4
+        )
+        check(prompt, done)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pages", [0, 26])
+def test_any_traffic(seed, pages):
+    """Prompts, branches, turns and stops at random, in a cache that is full or not."""
+    rng = random.Random(seed)
+    sizes = dataclasses.replace(SIZES, cache_tokens=16 * pages)
+    sampler, texts = engine(sizes), [draw(rng, 20)]
+    waiting, sent = {}, 0
+    params, version = PARAMS, 0
+    for _ in range(60):
+        if rng.random() < 0.6 and len(waiting) < 12:
+            start = rng.choice(texts)
+            prompt = start[: rng.randrange(len(start) + 1)]
+            prompt = (*prompt, *draw(rng, rng.randrange(1, 20)))[:52]
+            stops = {"stop_ids": (rng.randrange(4, 40),)} if rng.random() < 0.5 else {}
+            count, most = rng.choice((1, 1, 2, 5)), rng.randrange(1, 13)
+            sampler.submit(ask(sent, prompt, count, most, **stops))
+            for index in range(count):
+                waiting[sent, index] = prompt
+            sent += 1
+        if rng.random() < 0.1 and waiting:
+            for done in sampler.cancel({rng.choice([*waiting])}):
+                prompt = waiting.pop((done.prompt_id, done.sample_index))
+                if len(done.tokens):
+                    check(prompt, done, params)
+        if rng.random() < 0.05 and not waiting:
+            version += 1
+            params = tiny.params(CONFIG, seed=version % 2)
+        for done in sampler.step(params, version=version):
+            prompt = waiting.pop((done.prompt_id, done.sample_index))
+            check(prompt, done, params)
+            texts.append((*prompt, *done.tokens.ids.tolist())[:50])
+    assert sent > 5
+    sampler.cancel()
+    for tree in sampler.scheduler.trees:
+        slots = sizes.num_states(1)
+        # No slot is lost.
+        assert tree.states.room == slots
+
+
+def wrong(name: str, patch: pytest.MonkeyPatch) -> None:
+    """States as they would be with a fault."""
+    read, write = cache.read_states, cache.write_states
+    if name == "never read":
+        patch.setattr(
+            "jaxrl_post.sampler.decode.read_states",
+            lambda *args: jax.tree.map(jnp.zeros_like, read(*args)),
+        )
+    elif name == "never written":
+        patch.setattr(
+            "jaxrl_post.sampler.decode.write_states",
+            lambda config, pages, new, slots, rules: pages.states,
+        )
+    elif name == "given to two":
+        patch.setattr(Snapshots, "take", _always_first(Snapshots.take))
+    assert write
+
+
+def _always_first(take):
+    def same(pool):
+        found = take(pool)
+        found.slot = 0
+        return found
+
+    return same
+
+
+@pytest.mark.parametrize("fault", ["never read", "never written", "given to two"])
+def test_a_wrong_state_shows(fault, monkeypatch):
+    wrong(fault, monkeypatch)
+    sizes = dataclasses.replace(SIZES, num_slots=3 + len(fault))
+    sampler, rng = engine(sizes), random.Random(5)
+    prompts = [draw(rng, 40), draw(rng, 33)]
+    requests = [ask(number, prompt) for number, prompt in enumerate(prompts)]
+    found = sampler.generate(PARAMS, requests)
+    # The first of the samples alone may have the state that all have.
+    with pytest.raises(AssertionError):
+        check(prompts[0], found[0])
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "dp2,tp2"])
+def test_a_mesh_changes_nothing(mesh):
+    made = create_mesh(mesh, jax.devices()[: 4 if "," in mesh else 2])
+    params = tiny.params(CONFIG, mesh=made)
+    rng = random.Random(6)
+    prompts = [draw(rng, length) for length in (5, 33, 20)]
+    with jax.set_mesh(made):
+        sampler = engine(mesh=made)
+        requests = [ask(n, prompt, 2) for n, prompt in enumerate(prompts)]
+        found = sampler.generate(params, requests)
+        again = [
+            ask(10, (*prompts[1], *found[2].tokens.ids.tolist(), 7)),
+        ]
+        [turn] = sampler.generate(params, again)
+    for done in found:
+        check(prompts[done.prompt_id], done)
+    check(again[0].prompt, turn)
+
+
+def test_guesses_and_drafts_are_refused():
+    sizes = dataclasses.replace(SIZES, guesses=2)
+    with pytest.raises(ValueError, match="guesses is 2, and the states of lfm2 cannot"):
+        engine(sizes)
