@@ -98,6 +98,8 @@ LATENT_ATTENTION = {
 }
 LATENT = {**SHARED_EXPERTS, **LATENT_ATTENTION}
 
+MINIMAX = {"intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
+
 LLAMA = {
     "llama_mha": Case("llama", {"num_key_value_heads": 4}),
     "llama_biases": Case(
@@ -523,6 +525,18 @@ KIN = {
          "routed_scaling_factor": 1.3},
         rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
              mscale_all_dim=1.0),
+    ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        {**TINY, **MINIMAX, "head_dim": 12},
+        rope("default", partial_rotary_factor=0.5),
+    ),
+    "minimax_m2_released": Case(
+        "minimax_m2",
+        {**TINY, **MINIMAX, "head_dim": 16, "num_key_value_heads": 4},
+        rope("default", partial_rotary_factor=0.25),
+        old_keys=True,
+        quantization="fp8",
     ),
     "youtu": Case(
         "youtu",

@@ -269,6 +269,19 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
     if family == "deepseek_v3":
         del raw["rope_interleave"]
         return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}
+    if family == "minimax_m2":
+        share = raw.pop("partial_rotary_factor")
+        return {
+            "rotary_dim": int(share * raw["head_dim"]),
+            "attn_type_list": [1] * raw["num_hidden_layers"],
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "use_mtp": True,
+            "num_mtp_modules": 3,
+            "mtp_transformer_layers": 1,
+        }
     if family == "deepseek_v2":
         return {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1}
     if family == "phi3" and raw["rope_scaling"]:
@@ -288,7 +301,8 @@ def quantize(folder: Path, kind: str, plain: Path) -> None:
     stored, dequantized = {}, {}
     for name, tensor in load_file(path).items():
         values = tensor.float().numpy()
-        if kind == "fp8" and ".layers." in name and "_proj" in name:
+        matrix = "_proj" in name or ".experts." in name
+        if kind == "fp8" and ".layers." in name and matrix:
             parts, weight = quantize_fp8(name, values)
         elif kind == "mxfp4" and name.endswith("_proj"):
             parts, weight = quantize_mxfp4(name, values)

@@ -29,7 +29,7 @@ FAMILIES = (
     "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
-    "gpt_oss", "ministral3", "youtu",
+    "gpt_oss", "ministral3", "youtu", "minimax_m2",
 )  # fmt: skip
 # Inside these is a text model of another family.
 SEEING = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"}
@@ -84,5 +84,5 @@ def test_every_family_has_a_case():
         "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-        "ministral3", "youtu",
+        "ministral3", "youtu", "minimax_m2",
     }  # fmt: skip

@@ -12,6 +12,7 @@ from jaxrl_post.pretrained.families import (
     glm,
     gpt_oss,
     llama,
+    minimax,
     mistral,
     olmo,
     phi,
@@ -67,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": glm.SOLAR_OPEN,
     "glm4_moe_lite": deepseek.GLM4_MOE_LITE,
     "youtu": deepseek.YOUTU,
+    "minimax_m2": minimax.MINIMAX_M2,
 }
 
 
