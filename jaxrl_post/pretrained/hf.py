@@ -32,6 +32,7 @@ from jaxrl_post.pretrained.families import (
     right_label,
 )
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
+from jaxrl_post.pretrained.hf_values import section
 from jaxrl_post.pretrained.name_map import (
     Entry,
     entries_of,
@@ -262,7 +263,11 @@ def _opened(
         yield replace(family, weights=weights, prefixes=(), ignored=()), tensors
         return
     with open_tensors(directory) as stored:
-        tensors = dequantized(stored, raw.get("quantization_config"), config_file)
+        # Kimi K2.5 describes the text model's quantisation in its text_config.
+        places = (raw, section(raw, "text_config"))
+        found = (place.get("quantization_config") for place in places)
+        method = next((each for each in found if each is not None), None)
+        tensors = dequantized(stored, method, config_file)
         tensors = without_prefixes(tensors, family.prefixes)
         tensors = _without_vision(directory, tensors, family)
         check_counts(tensors, config, family.weights, config_file)

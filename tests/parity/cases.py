@@ -31,6 +31,8 @@ class Case:
         old_keys: rewrite config.json as transformers 4 wrote it.
         dtype: on disk; the expected logits are computed in float32 either way.
         max_shard_size: as transformers' save_pretrained has it.
+        renamed: the model_type in released files, which transformers does not know; ""
+            where it is the family's own.
         length: tokens in each of the two rows.
         quantization: of the weights on disk, as released checkpoints have it; what is
             expected is then computed from the dequantized weights.
@@ -42,6 +44,7 @@ class Case:
     old_keys: bool = False
     dtype: str = "bfloat16"
     max_shard_size: str = "1GB"
+    renamed: str = ""
     length: int = 20
     quantization: Literal["fp8", "mxfp4"] | None = None
 
@@ -401,6 +404,15 @@ EXPERTS = {
              mscale_all_dim=1.0),
         old_keys=True,
     ),
+    # Read by transformers as a DeepSeek-V3, and then renamed as released files are.
+    "kimi_k2": Case(
+        "deepseek_v3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+        old_keys=True,
+        renamed="kimi_k2",
+    ),
     "deepseek_v3_halves": Case(
         "deepseek_v3",
         {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
@@ -570,6 +582,14 @@ SEEING = {
         "qwen3_vl",
         {**TINY, "head_dim": 16, "num_attention_heads": 2, "attention_bias": True},
         rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        old_keys=True,
+    ),
+    "kimi_k25": Case(
+        "kimi_k25",
+        {**LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1,
+         "tie_word_embeddings": False},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0),
         old_keys=True,
     ),
     "mistral3": Case(

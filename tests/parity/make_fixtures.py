@@ -103,6 +103,23 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 71,
         },
     ),
+    "kimi_k25": (
+        "deepseek_v3",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+                "pos_emb_height": 2,
+                "pos_emb_width": 2,
+                "pos_emb_time": 1,
+            },
+            "projection_hidden_size": 16,
+            # The ids of images lie outside of 72 tokens: theirs have no embedding.
+        },
+    ),
     "mistral3": (
         "mistral",
         {
@@ -146,6 +163,9 @@ def write_case(folder: Path, case: Case, rng: np.random.Generator) -> bool:
             expected = compute_expected(Path(plain), case)
     if expected is None:
         return False
+    if case.renamed:
+        raw = json.loads((folder / "config.json").read_text())
+        write_json(folder / "config.json", raw | {"model_type": case.renamed})
     np.savez(folder / "expected.npz", **expected)
     return True
 
@@ -178,6 +198,13 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
         setattr(model.get_submodule(owner), leaf, torch.from_numpy(values))
     model.save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if case.model_type == "kimi_k25":
+        # As released: transformers 5.24 gives the text model's layers the name that
+        # the vision tower's have.
+        path, old = folder / "model.safetensors", "language_model.model.blocks."
+        tensors = load_file(path)
+        new = {name.replace(old, old[:-7] + "layers."): name for name in tensors}
+        save_file({n: tensors[name] for n, name in new.items()}, path, {"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
     if case.old_keys:
         raw = as_transformers_4(raw)
@@ -228,6 +255,8 @@ def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
             # One dictionary, and a name of its own for the rotation.
             text["rope_scaling"]["type"] = "mrope"
             raw = {**raw.pop("text_config"), **raw}
+        if raw["model_type"] == "kimi_k25":
+            text["model_type"] = "kimi_k2"
         return raw
     family = raw["model_type"]
     parameters = dict(raw.pop("rope_parameters"))

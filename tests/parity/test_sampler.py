@@ -31,8 +31,8 @@ FAMILIES = (
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
     "gpt_oss", "ministral3", "youtu", "minimax_m2",
 )  # fmt: skip
-# Inside these is a text model of another family.
-SEEING = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"}
+# These are models of another family, or have one inside.
+SEEING = {"gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl"}
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
     "ministral", "internlm3", "iquestcoder", "cwm", "dots1", "solar_open",

@@ -31,7 +31,10 @@ __all__ = [
     "write_config",
 ]
 
-MISTRAL, QWEN2, QWEN3 = map(vision.seeing, (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3))
+MISTRAL, QWEN2, QWEN3, DEEPSEEK_V3 = map(
+    vision.seeing, (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3, deepseek.DEEPSEEK_V3)
+)
+KIMI = replace(DEEPSEEK_V3, text_model=vision.kimi_text)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": llama.LLAMA,
@@ -57,7 +60,9 @@ FAMILIES: Mapping[str, Family] = {
     "seed_oss": llama.SEED_OSS,
     "glm4_moe": glm.GLM4_MOE,
     "deepseek_v2": deepseek.DEEPSEEK_V2,
-    "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI,
+    "kimi_k25": KIMI,
     "gpt_oss": gpt_oss.GPT_OSS,
     "ministral": vision.seeing(mistral.MINISTRAL),
     "ministral3": vision.seeing(mistral.MINISTRAL3),

@@ -1,7 +1,8 @@
 """Text models inside vision-language models, in Hugging Face's format.
 
 Only the text model is loaded, as a model of its own family: Qwen3 for Qwen3-VL, Qwen2
-for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3. A text token has the same position
+for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3, DeepSeek-V3 for Kimi K2.5. A text
+token has the same position
 on all axes of a multimodal rotary embedding, so the standard embedding is equal to it.
 """
 
@@ -12,7 +13,7 @@ from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.hf_values import Json, flag
 
-__all__ = ["mistral3_text", "qwen2_5_text", "qwen3_text", "seeing"]
+__all__ = ["kimi_text", "mistral3_text", "qwen2_5_text", "qwen3_text", "seeing"]
 
 # Prefixes of the text model's tensors in transformers 4 and 5, and their replacements.
 PREFIXES = (
@@ -25,9 +26,11 @@ TENSORS = (
     "visual.*",
     "vision_tower.*",
     "multi_modal_projector.*",
+    "mm_projector.*",
     "model.visual.*",
     "model.vision_tower.*",
     "model.multi_modal_projector.*",
+    "model.mm_projector.*",
 )
 
 # The defaults of transformers for absent keys of the text model.
@@ -39,6 +42,7 @@ QWEN2_5 = {
     "max_window_layers": 80,
 }
 MISTRAL = ("mistral", "ministral", "ministral3")
+DEEPSEEK = "deepseek_v3"
 
 
 def seeing(family: Family) -> Family:
@@ -87,6 +91,21 @@ def mistral3_text(raw: Json) -> Json:
             f"{family!r}"
         )
     return {**text, **_tied(raw, text)}
+
+
+def kimi_text(raw: Json) -> Json:
+    """Returns the config.json of a Kimi's DeepSeek-V3: of K2, or inside K2.5 and K2.6.
+
+    Raises:
+        CheckpointError: text_config is missing, or is of another family.
+    """
+    text = raw if raw["model_type"] == "kimi_k2" else _text(raw)
+    family = text.get("model_type", DEEPSEEK)
+    if family not in ("kimi_k2", DEEPSEEK):
+        raise CheckpointError(
+            f"text_config: model_type must be kimi_k2 or {DEEPSEEK}; got {family!r}"
+        )
+    return {**text, "model_type": DEEPSEEK, **_tied(raw, text)}
 
 
 def _text(raw: Json) -> Json:
