@@ -33,6 +33,7 @@ from jaxrl_post.pretrained.families import (
 )
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
 from jaxrl_post.pretrained.hf_values import section
+from jaxrl_post.pretrained.joined_experts import split_experts
 from jaxrl_post.pretrained.name_map import (
     Entry,
     entries_of,
@@ -270,6 +271,7 @@ def _opened(
         tensors = dequantized(stored, method, config_file)
         tensors = without_prefixes(tensors, family.prefixes)
         tensors = _without_vision(directory, tensors, family)
+        tensors = split_experts(tensors, family.weights)
         check_counts(tensors, config, family.weights, config_file)
         yield family, tensors
 

@@ -584,6 +584,20 @@ SEEING = {
         rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
         old_keys=True,
     ),
+    "qwen3_vl_moe": Case(
+        "qwen3_vl_moe",
+        {**QWEN_EXPERTS, "head_dim": 16, "num_attention_heads": 2,
+         "mlp_only_layers": [0], "attention_bias": True,
+         "tie_word_embeddings": False},
+        rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+    ),
+    "qwen3_vl_moe_released": Case(
+        "qwen3_vl_moe",
+        {**QWEN_EXPERTS, "head_dim": 16, "num_attention_heads": 2,
+         "tie_word_embeddings": False},
+        rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        old_keys=True,
+    ),
     "kimi_k25": Case(
         "kimi_k25",
         {**LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1,

@@ -132,6 +132,10 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
         {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS},
     ),
     "qwen3_vl": ("qwen3_vl_text", {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS},
+    ),
 }
 
 
@@ -198,6 +202,14 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
         setattr(model.get_submodule(owner), leaf, torch.from_numpy(values))
     model.save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if case.model_type == "qwen3_vl_moe" and case.old_keys:
+        # Released files hold experts' matrices as [in, out].
+        path = folder / "model.safetensors"
+        tensors = {
+            name: tensor.mT.contiguous() if ".experts." in name else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
     if case.model_type == "kimi_k25":
         # As released: transformers 5.24 gives the text model's layers the name that
         # the vision tower's have.
@@ -288,7 +300,7 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         return {"hidden_act": "gelu", "hidden_activation": None}
     if family == "gemma3_text":
         return {"sliding_window_pattern": raw.pop("_sliding_window_pattern")}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_vl_moe_text"):
         return {"num_experts": raw.pop("num_local_experts")}
     if family == "internlm3":
         return {"qkv_bias": raw.pop("attention_bias"), "bias": raw.pop("mlp_bias")}

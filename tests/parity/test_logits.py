@@ -19,7 +19,10 @@ from jaxrl_post.sharding import create_mesh
 
 TOLERANCE = 1e-4
 # These are models of another family, or have one inside.
-SEEING = {"gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl"}
+SEEING = {
+    "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

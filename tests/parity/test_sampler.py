@@ -32,7 +32,10 @@ FAMILIES = (
     "gpt_oss", "ministral3", "youtu", "minimax_m2",
 )  # fmt: skip
 # These are models of another family, or have one inside.
-SEEING = {"gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl"}
+SEEING = {
+    "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe",
+}  # fmt: skip
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
     "ministral", "internlm3", "iquestcoder", "cwm", "dots1", "solar_open",

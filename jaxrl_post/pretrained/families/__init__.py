@@ -31,8 +31,9 @@ __all__ = [
     "write_config",
 ]
 
-MISTRAL, QWEN2, QWEN3, DEEPSEEK_V3 = map(
-    vision.seeing, (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3, deepseek.DEEPSEEK_V3)
+MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3 = map(
+    vision.seeing,
+    (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, deepseek.DEEPSEEK_V3),
 )
 KIMI = replace(DEEPSEEK_V3, text_model=vision.kimi_text)
 
@@ -46,7 +47,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": qwen.QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_vl": replace(QWEN3, text_model=vision.qwen3_text),
-    "qwen3_moe": qwen.QWEN3_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_moe": replace(QWEN3_MOE, text_model=vision.qwen3_moe_text),
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
     "gemma3": gemma.GEMMA3,
