@@ -119,6 +119,38 @@ def test_absent_and_null_keys(family, keys, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_glm_46_and_47_are_glm4_moe():
+    """The keys of their released files, which differ from those of GLM-4.5 in sizes."""
+    raw = {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
+        "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "partial_rotary_factor": 0.5,
+        "initializer_range": 0.02, "intermediate_size": 12288,
+        "max_position_embeddings": 202752, "moe_intermediate_size": 1536,
+        "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1,
+        "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "num_hidden_layers": 92, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "rope_theta": 1000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": True,
+        "vocab_size": 151552,
+    }  # fmt: skip
+    config = read_config(raw)
+    assert (config.qk_norm, config.rotary_dim, config.max_length) == (
+        "head", 64, 202752
+    )  # fmt: skip
+    assert config.experts.dense_layers == (0, 1, 2)
+    assert (config.experts.num_experts, config.experts.shared_size) == (160, 1536)
+    assert read_config(write_config(config)) == config
+    # As transformers 5 spells them.
+    rope = {"partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_type": "default"}
+    old = ("partial_rotary_factor", "rope_theta", "rope_scaling")
+    new = {key: value for key, value in raw.items() if key not in old}
+    assert read_config({**new, "rope_parameters": rope}) == config
+
+
 def test_experts_where_keys_are_absent():
     solar = read("solar_open")
     assert (solar.head_dim, solar.num_kv_heads, solar.rope_theta) == (128, 8, 1e6)
