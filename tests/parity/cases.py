@@ -88,6 +88,8 @@ SHARED_EXPERTS = {
     "first_k_dense_replace": 1,
 }
 
+INDEXER = {"index_topk": 32, "index_n_heads": 2, "index_head_dim": 12}
+
 # The latents' norms have an epsilon of their own, so the others' is a large one here.
 LATENT_ATTENTION = {
     **TINY,
@@ -549,6 +551,26 @@ KIN = {
         rope("default", partial_rotary_factor=0.25),
         old_keys=True,
         quantization="fp8",
+    ),
+    "deepseek_v32": Case(
+        "deepseek_v32",
+        {**LATENT, **INDEXER, "n_group": 4, "topk_group": 2},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+        old_keys=True,
+    ),
+    "glm_moe_dsa": Case(
+        "glm_moe_dsa",
+        {**LATENT, **INDEXER, "attention_bias": True},
+        rope("default"),
+        old_keys=True,
+    ),
+    "glm_moe_dsa_shared": Case(
+        "glm_moe_dsa",
+        {**LATENT, **INDEXER, "num_hidden_layers": 3, "index_topk": 24,
+         "indexer_types": ["full", "shared", "full"],
+         "mlp_layer_types": ["sparse", "dense", "dense"]},
+        rope("default"),
     ),
     "youtu": Case(
         "youtu",

@@ -197,6 +197,9 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
             for name, buffer in buffers.items()
         }
     model.to(getattr(torch, case.dtype))
+    for name, module in model.named_modules():
+        if name.endswith(("indexer.k_norm", "indexer.weights_proj")):
+            module.float()
     for name, values in drawn.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.from_numpy(values))
@@ -307,6 +310,12 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
     if family == "glm4_moe_lite":
         del raw["mlp_layer_types"]
         return {"first_k_dense_replace": 1, "topk_method": "noaux_tc"}
+    if family in ("deepseek_v32", "glm_moe_dsa"):
+        for key in ("mlp_layer_types", "indexer_types"):
+            raw.pop(key, None)
+        interleaved = {"indexer_rope_interleave": True, "rope_interleave": True}
+        others = interleaved if family == "glm_moe_dsa" else {}
+        return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", **others}
     if family == "deepseek_v3":
         del raw["rope_interleave"]
         return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}

@@ -39,7 +39,7 @@ SEEING = {
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
     "ministral", "internlm3", "iquestcoder", "cwm", "dots1", "solar_open",
-    "glm4_moe_lite",
+    "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
 }  # fmt: skip
 FIXTURES = Path(__file__).parent / "fixtures"
 

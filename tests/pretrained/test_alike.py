@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from jaxrl_post.models import ModelConfig, QueryScaling, RopeScaling
+from jaxrl_post.models import Indexer, ModelConfig, QueryScaling, RopeScaling
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.families import read_config, write_config
 
@@ -169,9 +169,46 @@ def test_experts_where_keys_are_absent():
     assert not dots.experts.normalize
 
 
+def test_the_indexer_limits_the_context_and_is_written_back():
+    v32 = read("deepseek_v32")
+    assert v32.indexer == Indexer(2048, 64, 128, context=163840)
+    assert (v32.max_length, v32.latent.query_rank) == (2048, 1536)
+    assert (v32.experts, v32.rope_interleaved) == (None, True)  # all 3 layers are dense
+    glm5 = read("glm_moe_dsa", num_hidden_layers=8, max_position_embeddings=1024)
+    assert glm5.indexer == Indexer(2048, 32, 128, context=1024)
+    assert (glm5.max_length, glm5.rms_norm_eps) == (1024, 1e-5)
+    assert (glm5.latent.nope_dim, glm5.latent.value_dim) == (192, 256)
+    assert (glm5.experts.dense_layers, glm5.experts.num_groups) == ((0, 1, 2), 1)
+    keys = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
+    keys |= {"max_position_embeddings": 1024, "indexer_rope_interleave": True}
+    keys |= {"indexer_types": ["full"] * 8, "first_k_dense_replace": 3}
+    assert keys.items() <= write_config(glm5).items()
+    assert write_config(v32)["max_position_embeddings"] == 163840
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"indexer_types": ["full"] * 3 + (["shared"] * 3 + ["full"]) * 2},
+        {"index_topk_pattern": "FFFSSSFSSSF"},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+    ],
+)
+def test_three_spellings_of_the_layers_that_share_a_choice(keys):
+    config = read("glm_moe_dsa", num_hidden_layers=11, **keys)
+    assert config.indexer.shared_layers == (3, 4, 5, 7, 8, 9)
+    assert read_config(write_config(config)) == config
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
+        ("deepseek_v32", {"q_lora_rank": None}, r"q_lora_rank must not be null"),
+        ("deepseek_v32", {"rope_interleave": False}, r"rope_interleave must be True"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, r"interleave must be True"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, r"indexer_types must name shared"),
+        ("glm_moe_dsa", {"index_topk_pattern": 3}, r"index_topk_pattern must name"),
+        ("glm_moe_dsa", {"index_topk_pattern": "SFF"}, r"must begin with 'full'"),
         ("internlm3", {"qkv_bias": True}, r"attention_bias .* must equal mlp_bias"),
         ("iquestcoder", {"clip_qkv": 8.0}, r"clip_qkv must be null; got 8.0"),
         ("iquestcoder", {"use_sliding_window": True}, r"use_sliding_window must be f"),
@@ -184,7 +221,7 @@ def test_experts_where_keys_are_absent():
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types must name"),
         ("glm4_moe_lite", {"mlp_layer_types": 3}, r"mlp_layer_types must name"),
         ("minimax_m2", {"scoring_func": "softmax"}, r"scoring_func must be 'sigmoid'"),
-        ("minimax_m2", {"use_qk_norm": False}, r"use_qk_norm must be True; got False"),
+        ("minimax_m2", {"use_qk_norm": False}, r"use_qk_norm must be True for"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list must be 1"),
         ("minimax_m2", {"rotary_dim": "64"}, r"rotary_dim must be an integer"),
         ("dots1", {}, r"n_routed_experts is missing"),

@@ -75,6 +75,8 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": glm.SOLAR_OPEN,
     "glm4_moe_lite": deepseek.GLM4_MOE_LITE,
     "youtu": deepseek.YOUTU,
+    "deepseek_v32": deepseek.DEEPSEEK_V32,
+    "glm_moe_dsa": deepseek.GLM_MOE_DSA,
     "minimax_m2": minimax.MINIMAX_M2,
 }
 

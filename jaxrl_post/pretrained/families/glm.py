@@ -25,6 +25,7 @@ __all__ = [
     "GLM4_MOE",
     "NEXT_TOKEN_LAYERS",
     "SOLAR_OPEN",
+    "DenseLayers",
     "balanced_experts",
     "balanced_to_hf",
     "first_dense",

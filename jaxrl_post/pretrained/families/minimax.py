@@ -8,6 +8,7 @@ from jaxrl_post.pretrained.families import glm, mistral, olmo
 from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import (
     count_of_experts,
+    fixed,
     wide_experts,
     written,
 )
@@ -17,24 +18,13 @@ from jaxrl_post.pretrained.layout import Weight
 
 __all__ = ["MINIMAX_M2"]
 
-# Keys of released files whose other values transformers would not follow.
-FIXED = {
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_routing_bias": True,
-    "norm_topk_prob": True,
-}
 HEAD_DIM = 128
 
 
-def _checked(raw: Json) -> Json:
-    """Refuses other values of fixed keys, and spells `rotary_dim` as a share."""
-    for key, value in FIXED.items():
-        if raw.get(key, value) != value:
-            raise CheckpointError(f"{key} must be {value!r}; got {raw[key]!r}")
+def _with_share(raw: Json) -> Json:
+    """Spells `rotary_dim` as a share, and refuses linear attention."""
     kinds = raw.get("attn_type_list")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) != {1}):
+    if kinds is not None and kinds != [1] * integer(raw, "num_hidden_layers"):
         raise CheckpointError(
             f"attn_type_list must be 1, full attention, for every layer; got {kinds}"
         )
@@ -79,10 +69,17 @@ MINIMAX_M2 = Family(
     ),
     keys=(
         wide_experts(_experts, _written),
-        written(lambda config: {**FIXED, "rotary_dim": config.rotated_dims}),
+        fixed(
+            scoring_func="sigmoid",
+            use_qk_norm=True,
+            qk_norm_type="per_layer",
+            use_routing_bias=True,
+            norm_topk_prob=True,
+        ),
+        written(lambda config: {"rotary_dim": config.rotated_dims}),
     ),
     options={"qk_norm": "joint"},
-    prepare=_checked,
+    prepare=_with_share,
     classifier=None,
     judges_tokens=False,
     ignored=glm.NEXT_TOKEN_LAYERS,
