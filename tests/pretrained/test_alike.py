@@ -103,7 +103,7 @@ def read(family, **keys):
                 "qk_norm": "joint",
             },
         ),
-        # What rope_parameters say comes first, and without any share all dims rotate.
+        # rope_parameters come first, and without any share all dims rotate.
         (
             "minimax_m2",
             {"rotary_dim": 64, "rope_parameters": {"partial_rotary_factor": 0.25}},
@@ -120,7 +120,7 @@ def test_absent_and_null_keys(family, keys, expected):
 
 
 def test_glm_46_and_47_are_glm4_moe():
-    """The keys of their released files, which differ from those of GLM-4.5 in sizes."""
+    """The keys of released files, which differ from GLM-4.5 in their sizes."""
     raw = {
         "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
         "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
