@@ -230,7 +230,9 @@ DEEPSEEK_V2 = _family(
 DENSE, SPARSE = "dense", "sparse"
 
 
-def _by_layer(raw: Json, key: str, kinds: tuple[str, str], num_layers: int) -> Any:
+def _by_layer(
+    raw: Json, key: str, kinds: tuple[str, str], num_layers: int
+) -> tuple[int, ...]:
     """Reads the layers of the first kind from a list with a kind for every layer."""
     found = raw[key]
     if (

@@ -2,8 +2,8 @@
 
 Only the text model is loaded, as a model of its own family: Qwen3 for Qwen3-VL, Qwen2
 for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3, DeepSeek-V3 for Kimi K2.5. A text
-token has the same position
-on all axes of a multimodal rotary embedding, so the standard embedding is equal to it.
+token has the same position on all axes of a multimodal rotary embedding, so the
+standard embedding is equal to it.
 """
 
 from collections.abc import Mapping
