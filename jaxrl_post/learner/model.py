@@ -482,7 +482,7 @@ def _limit_is(config: ModelConfig) -> str:
     """The reason for the limit of a sequence's length, for messages."""
     if context_of(config) < config.max_length:
         return "up to which the model's rope_scaling is the same for all sequences"
-    return "the model's context"
+    return f"the model's {config.meaning_of_length}"
 
 
 def check_beside(

@@ -10,6 +10,7 @@ from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.cache import KVCache
 from jaxrl_post.models.config import (
     Head,
+    Indexer,
     LatentAttention,
     MixtureOfExperts,
     ModelConfig,
@@ -31,6 +32,7 @@ from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 __all__ = [
     "DecoderParams",
     "Head",
+    "Indexer",
     "KVCache",
     "LatentAttention",
     "LoRAConfig",

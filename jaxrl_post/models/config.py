@@ -11,6 +11,7 @@ from typing import Literal
 __all__ = [
     "Activation",
     "Head",
+    "Indexer",
     "LatentAttention",
     "MixtureOfExperts",
     "ModelConfig",
@@ -90,6 +91,32 @@ class QueryScaling:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse attention, which chooses the keys that a query sees.
+
+    Sequences of at most `top_k` tokens see all keys, and longer ones are not supported.
+    So the decoder keeps the indexer's parameters and computes nothing with them.
+
+    Attributes:
+        top_k: number of keys that a query sees.
+        num_heads: heads of the indexer.
+        head_dim: width of its heads.
+        shared_layers: layers without an indexer; they see the keys that the layer
+            before them sees.
+        context: context length of the sparse model, in tokens.
+
+    References:
+        DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
+    """
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    shared_layers: tuple[int, ...] = ()
+    context: int = 4096
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention: keys and values come from a low-rank latent.
 
@@ -100,6 +127,7 @@ class LatentAttention:
         value_dim: width of a value head.
         query_rank: width of the queries' latent; None for no latent.
         norm_eps: epsilon of the latents' norms.
+        indexer: of sparse attention, which needs `query_rank`; None for full attention.
 
     References:
         DeepSeek-V2, arXiv:2405.04434.
@@ -111,6 +139,14 @@ class LatentAttention:
     value_dim: int
     query_rank: int | None = None
     norm_eps: float = 1e-6
+    indexer: Indexer | None = None
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.query_rank is None:
+            raise ValueError(
+                "config: query_rank must not be None with an indexer, which reads the "
+                "queries' latent"
+            )
 
 
 @dataclass(frozen=True)
@@ -338,6 +374,13 @@ class ModelConfig:
                 "config: query_scaling must be None with latent attention, which does "
                 f"not have it; got {self.query_scaling}"
             )
+        indexer = self.indexer
+        if indexer is not None and self.max_length > indexer.top_k:
+            raise ValueError(
+                f"config: max_length must be at most {indexer.top_k}, the number of "
+                "keys that the indexer lets a query see; got "
+                f"{self.max_length}"
+            )
         self._check_layers()
         self._check_scaling()
 
@@ -414,6 +457,18 @@ class ModelConfig:
     def has_states(self) -> bool:
         """Whether layers carry a state along the sequence, next to keys and values."""
         return self.short_convolution is not None
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """The indexer of sparse attention, None without one."""
+        return None if self.latent is None else self.latent.indexer
+
+    @property
+    def meaning_of_length(self) -> str:
+        """The name of `max_length`, for messages."""
+        if self.indexer is None or self.max_length < self.indexer.top_k:
+            return "context"
+        return "context without its indexer (index_topk)"
 
     @property
     def predicts_tokens(self) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "AttentionParams",
     "DecoderParams",
     "ExpertsParams",
+    "IndexerParams",
     "LatentAttentionParams",
     "LayerParams",
     "MLPParams",
@@ -63,6 +64,25 @@ class AttentionParams[Leaf]:
 
 
 @struct.dataclass
+class IndexerParams[Leaf]:
+    """An indexer of sparse attention, which is read and saved and has no gradient.
+
+    Attributes:
+        queries: [query_rank, heads, head_dim], from the queries' latent.
+        keys: [hidden, head_dim].
+        key_norm: [head_dim].
+        key_norm_bias: [head_dim].
+        weights: [hidden, heads].
+    """
+
+    queries: Leaf
+    keys: Leaf
+    key_norm: Leaf
+    key_norm_bias: Leaf
+    weights: Leaf
+
+
+@struct.dataclass
 class LatentAttentionParams[Leaf]:
     """Projections of multi-head latent attention.
 
@@ -78,6 +98,7 @@ class LatentAttentionParams[Leaf]:
         query_down_bias: [query_rank].
         kv_down_bias: [kv_rank + rope_dim].
         output_bias: [hidden].
+        indexer: of sparse attention, in layers that have their own.
     """
 
     kv_down: Leaf
@@ -91,6 +112,7 @@ class LatentAttentionParams[Leaf]:
     query_down_bias: Leaf | None = None
     kv_down_bias: Leaf | None = None
     output_bias: Leaf | None = None
+    indexer: IndexerParams[Leaf] | None = None
 
 
 @struct.dataclass
@@ -266,7 +288,7 @@ def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
     after = config.norm_placement in ("after", "both")
     convolution = config.convolution(layer)
     return LayerParams(
-        attention=_mixing(config) if convolution is None else None,
+        attention=_mixing(config, layer) if convolution is None else None,
         convolution=None if convolution is None else _convolution(config, convolution),
         mlp=_mlp(config, config.intermediate_size) if experts is None else None,
         experts=None if experts is None else _experts(config, experts),
@@ -278,10 +300,10 @@ def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
 
 
 def _mixing(
-    config: ModelConfig,
+    config: ModelConfig, layer: int
 ) -> AttentionParams[ParamSpec] | LatentAttentionParams[ParamSpec]:
     latent = config.latent
-    return _attention(config) if latent is None else _latent(config, latent)
+    return _attention(config) if latent is None else _latent(config, latent, layer)
 
 
 def _convolution(
@@ -331,7 +353,7 @@ def _attention(config: ModelConfig) -> AttentionParams[ParamSpec]:
 
 
 def _latent(
-    config: ModelConfig, latent: LatentAttention
+    config: ModelConfig, latent: LatentAttention, layer: int
 ) -> LatentAttentionParams[ParamSpec]:
     hidden, heads, rank = config.hidden_size, config.num_heads, latent.query_rank
     head = (heads, config.head_dim)
@@ -356,7 +378,26 @@ def _latent(
         output=matrix((heads, latent.value_dim, hidden), (*head_axes, "embed")),
         kv_down_bias=when(config.qkv_bias, zeros((width,), ("rank",))),
         output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),
+        indexer=_indexer(hidden, latent, layer),
         **queries,
+    )
+
+
+def _indexer(
+    hidden: int, latent: LatentAttention, layer: int
+) -> IndexerParams[ParamSpec] | None:
+    """Specs without weight decay, so that no optimizer changes what has no gradient."""
+    indexer, rank = latent.indexer, latent.query_rank
+    if indexer is None or rank is None or layer in indexer.shared_layers:
+        return None
+    heads, dim = indexer.num_heads, indexer.head_dim
+    kept = functools.partial(matrix, decay=False)
+    return IndexerParams(
+        queries=kept((rank, heads, dim), ("rank", "heads", "head_dim")),
+        keys=kept((hidden, dim), ("embed", "head_dim")),
+        key_norm=ones((dim,), ("head_dim",), wide=True),
+        key_norm_bias=zeros((dim,), ("head_dim",), wide=True),
+        weights=kept((hidden, heads), ("embed", "heads"), wide=True),
     )
 
 

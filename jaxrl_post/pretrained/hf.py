@@ -32,6 +32,8 @@ from jaxrl_post.pretrained.families import (
     right_label,
 )
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
+from jaxrl_post.pretrained.hf_values import section
+from jaxrl_post.pretrained.joined_experts import split_experts
 from jaxrl_post.pretrained.name_map import (
     Entry,
     entries_of,
@@ -137,6 +139,16 @@ def load(
     if head is not None:
         _check_head(directory, config.head, head)
         config = replace(config, head=head)
+    if config.indexer is not None and config.max_length < config.indexer.context:
+        logger.warning(
+            "%s: attention is sparse beyond index_topk=%d tokens, which is not "
+            "supported: sequences may have %d of the model's %d tokens; the indexers' "
+            "weights are kept as they are",
+            directory,
+            config.indexer.top_k,
+            config.max_length,
+            config.indexer.context,
+        )
     specs = param_specs(config)
     if not weights:
         return config, abstract(specs, wanted, mesh, rules)
@@ -262,9 +274,14 @@ def _opened(
         yield replace(family, weights=weights, prefixes=(), ignored=()), tensors
         return
     with open_tensors(directory) as stored:
-        tensors = dequantized(stored, raw.get("quantization_config"), config_file)
+        # Kimi K2.5 describes the text model's quantisation in its text_config.
+        places = (raw, section(raw, "text_config"))
+        found = (place.get("quantization_config") for place in places)
+        method = next((each for each in found if each is not None), None)
+        tensors = dequantized(stored, method, config_file)
         tensors = without_prefixes(tensors, family.prefixes)
         tensors = _without_vision(directory, tensors, family)
+        tensors = split_experts(tensors, family.weights)
         check_counts(tensors, config, family.weights, config_file)
         yield family, tensors
 

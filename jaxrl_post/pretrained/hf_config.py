@@ -225,7 +225,7 @@ def declared_next_token_layers(raw: Json) -> int:
         CheckpointError: the number is out of range.
     """
     for place in (raw, section(raw, "text_config")):
-        for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"):
             if key in place:
                 return integer(place, key)
     return 1

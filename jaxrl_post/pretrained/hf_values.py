@@ -66,6 +66,8 @@ RANGES: Mapping[str, Range] = {
     "n_shared_experts": Range(0, LARGEST_INTEGER),
     "num_nextn_predict_layers": Range(0, 1000),
     "num_mtp_layers": Range(0, 1000),
+    "num_mtp_modules": Range(0, 1000),
+    "index_skip_topk_offset": Range(0, LARGEST_INTEGER),
     "rms_norm_eps": Range(0, LARGEST),
     "initializer_range": Range(0, LARGEST),
     "factor": Range(1e-6, 1e6),

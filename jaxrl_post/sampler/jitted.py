@@ -87,7 +87,8 @@ class DeviceFunctions:
         if sizes.max_length > config.max_length:
             raise ValueError(
                 f"Engine: {names} is {sizes.max_length}, longer "
-                f"than the model's context of {config.max_length}; lower one of them"
+                f"than the model's {config.meaning_of_length} of "
+                f"{config.max_length}; lower one of them"
             )
         limit = config.rotation_limit
         if limit is not None and sizes.max_length > limit:

@@ -26,11 +26,12 @@ CONFIG = dataclasses.replace(
 )
 PARAMS = tiny.params(CONFIG)
 RNG = np.random.default_rng(0)
+WHOLE = Execution()
 TOKENS = RNG.integers(0, CONFIG.vocab_size, 24, dtype=np.int32)
 
 
 @functools.partial(jax.jit, static_argnames="execution")
-def run(params, tokens, positions=None, ends=None, execution=Execution()):
+def run(params, tokens, positions=None, ends=None, execution=WHOLE):
     return forward(
         params, CONFIG, tokens, positions=positions, ends=ends, execution=execution
     )
@@ -159,7 +160,9 @@ def test_a_tree_is_its_paths():
     found = np.asarray(run(PARAMS, tokens, positions, ends))[0]
     apart = np.asarray(run(PARAMS, flattened(tokens, paths)))
     for row, path in enumerate(paths):
-        np.testing.assert_allclose(found[path[-1]], apart[row, len(path) - 1], atol=1e-4)
+        np.testing.assert_allclose(
+            found[path[-1]], apart[row, len(path) - 1], atol=1e-4
+        )
 
 
 def test_gradients_of_a_tree_are_those_of_its_paths():

@@ -31,6 +31,8 @@ class Case:
         old_keys: rewrite config.json as transformers 4 wrote it.
         dtype: on disk; the expected logits are computed in float32 either way.
         max_shard_size: as transformers' save_pretrained has it.
+        renamed: the model_type in released files, which transformers does not know; ""
+            where it is the family's own.
         length: tokens in each of the two rows.
         quantization: of the weights on disk, as released checkpoints have it; what is
             expected is then computed from the dequantized weights.
@@ -42,6 +44,7 @@ class Case:
     old_keys: bool = False
     dtype: str = "bfloat16"
     max_shard_size: str = "1GB"
+    renamed: str = ""
     length: int = 20
     quantization: Literal["fp8", "mxfp4"] | None = None
 
@@ -85,6 +88,8 @@ SHARED_EXPERTS = {
     "first_k_dense_replace": 1,
 }
 
+INDEXER = {"index_topk": 32, "index_n_heads": 2, "index_head_dim": 12}
+
 # The latents' norms have an epsilon of their own, so the others' is a large one here.
 LATENT_ATTENTION = {
     **TINY,
@@ -97,6 +102,8 @@ LATENT_ATTENTION = {
     "rms_norm_eps": 0.05,
 }
 LATENT = {**SHARED_EXPERTS, **LATENT_ATTENTION}
+
+MINIMAX = {"intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 LLAMA = {
     "llama_mha": Case("llama", {"num_key_value_heads": 4}),
@@ -399,6 +406,15 @@ EXPERTS = {
              mscale_all_dim=1.0),
         old_keys=True,
     ),
+    # Read by transformers as a DeepSeek-V3, and then renamed as released files are.
+    "kimi_k2": Case(
+        "deepseek_v3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+        old_keys=True,
+        renamed="kimi_k2",
+    ),
     "deepseek_v3_halves": Case(
         "deepseek_v3",
         {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
@@ -524,6 +540,38 @@ KIN = {
         rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
              mscale_all_dim=1.0),
     ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        {**TINY, **MINIMAX, "head_dim": 12},
+        rope("default", partial_rotary_factor=0.5),
+    ),
+    "minimax_m2_released": Case(
+        "minimax_m2",
+        {**TINY, **MINIMAX, "head_dim": 16, "num_key_value_heads": 4},
+        rope("default", partial_rotary_factor=0.25),
+        old_keys=True,
+        quantization="fp8",
+    ),
+    "deepseek_v32": Case(
+        "deepseek_v32",
+        {**LATENT, **INDEXER, "n_group": 4, "topk_group": 2},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+        old_keys=True,
+    ),
+    "glm_moe_dsa": Case(
+        "glm_moe_dsa",
+        {**LATENT, **INDEXER, "attention_bias": True},
+        rope("default"),
+        old_keys=True,
+    ),
+    "glm_moe_dsa_shared": Case(
+        "glm_moe_dsa",
+        {**LATENT, **INDEXER, "num_hidden_layers": 3, "index_topk": 24,
+         "indexer_types": ["full", "shared", "full"],
+         "mlp_layer_types": ["sparse", "dense", "dense"]},
+        rope("default"),
+    ),
     "youtu": Case(
         "youtu",
         {**LATENT_ATTENTION, "attention_bias": True},
@@ -581,6 +629,28 @@ SEEING = {
         "qwen3_vl",
         {**TINY, "head_dim": 16, "num_attention_heads": 2, "attention_bias": True},
         rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        old_keys=True,
+    ),
+    "qwen3_vl_moe": Case(
+        "qwen3_vl_moe",
+        {**QWEN_EXPERTS, "head_dim": 16, "num_attention_heads": 2,
+         "mlp_only_layers": [0], "attention_bias": True,
+         "tie_word_embeddings": False},
+        rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+    ),
+    "qwen3_vl_moe_released": Case(
+        "qwen3_vl_moe",
+        {**QWEN_EXPERTS, "head_dim": 16, "num_attention_heads": 2,
+         "tie_word_embeddings": False},
+        rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        old_keys=True,
+    ),
+    "kimi_k25": Case(
+        "kimi_k25",
+        {**LATENT, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1,
+         "tie_word_embeddings": False},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0),
         old_keys=True,
     ),
     "mistral3": Case(

@@ -25,7 +25,7 @@ from transformers.utils import logging
 TOLERANCE = 1e-4
 
 # Parts of the names of what sees.
-SEEING = ("visual.", "vision_tower.", "multi_modal_projector.")
+SEEING = ("visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.")
 
 # Where transformers 5 corrected 4, whose logits are then not compared.
 CORRECTED = {
@@ -100,8 +100,30 @@ def text_only(
     for name, tensor in tensors.items():
         if not any(part in name for part in SEEING):
             name = name.removeprefix("language_model.")
-            renamed[name.replace("model.language_model.", "model.")] = tensor
+            name = name.replace("model.language_model.", "model.")
+            renamed |= expert_by_expert(name, tensor, config)
     return renamed
+
+
+def expert_by_expert(
+    name: str, tensor: torch.Tensor, config: dict
+) -> dict[str, torch.Tensor]:
+    """Returns the matrices of the experts in a tensor that joins them, if it does."""
+    stem, _, kind = name.partition(".experts.")
+    if kind not in ("gate_up_proj", "down_proj"):
+        return {name: tensor}
+    hidden = config["text_config"]["hidden_size"]
+    if tensor.shape[1 if kind == "gate_up_proj" else 2] == hidden:
+        tensor = tensor.mT
+    found = {}
+    for expert, matrix in enumerate(tensor):
+        own = f"{stem}.experts.{expert}"
+        if kind == "down_proj":
+            found[f"{own}.down_proj.weight"] = matrix
+        else:
+            gate, up = matrix.chunk(2)
+            found |= {f"{own}.gate_proj.weight": gate, f"{own}.up_proj.weight": up}
+    return found
 
 
 def dequantize(

@@ -103,6 +103,23 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 71,
         },
     ),
+    "kimi_k25": (
+        "deepseek_v3",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+                "pos_emb_height": 2,
+                "pos_emb_width": 2,
+                "pos_emb_time": 1,
+            },
+            "projection_hidden_size": 16,
+            # The ids of images lie outside of 72 tokens: theirs have no embedding.
+        },
+    ),
     "mistral3": (
         "mistral",
         {
@@ -115,6 +132,10 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
         {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS},
     ),
     "qwen3_vl": ("qwen3_vl_text", {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS},
+    ),
 }
 
 
@@ -146,6 +167,9 @@ def write_case(folder: Path, case: Case, rng: np.random.Generator) -> bool:
             expected = compute_expected(Path(plain), case)
     if expected is None:
         return False
+    if case.renamed:
+        raw = json.loads((folder / "config.json").read_text())
+        write_json(folder / "config.json", raw | {"model_type": case.renamed})
     np.savez(folder / "expected.npz", **expected)
     return True
 
@@ -173,11 +197,29 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
             for name, buffer in buffers.items()
         }
     model.to(getattr(torch, case.dtype))
+    for name, module in model.named_modules():
+        if name.endswith(("indexer.k_norm", "indexer.weights_proj")):
+            module.float()
     for name, values in drawn.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.from_numpy(values))
     model.save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if case.model_type == "qwen3_vl_moe" and case.old_keys:
+        # Released files hold experts' matrices as [in, out].
+        path = folder / "model.safetensors"
+        tensors = {
+            name: tensor.mT.contiguous() if ".experts." in name else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
+    if case.model_type == "kimi_k25":
+        # As released: transformers 5.24 gives the text model's layers the name that
+        # the vision tower's have.
+        path, old = folder / "model.safetensors", "language_model.model.blocks."
+        tensors = load_file(path)
+        new = {name.replace(old, old[:-7] + "layers."): name for name in tensors}
+        save_file({n: tensors[name] for n, name in new.items()}, path, {"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
     if case.old_keys:
         raw = as_transformers_4(raw)
@@ -228,6 +270,8 @@ def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
             # One dictionary, and a name of its own for the rotation.
             text["rope_scaling"]["type"] = "mrope"
             raw = {**raw.pop("text_config"), **raw}
+        if raw["model_type"] == "kimi_k25":
+            text["model_type"] = "kimi_k2"
         return raw
     family = raw["model_type"]
     parameters = dict(raw.pop("rope_parameters"))
@@ -259,16 +303,35 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         return {"hidden_act": "gelu", "hidden_activation": None}
     if family == "gemma3_text":
         return {"sliding_window_pattern": raw.pop("_sliding_window_pattern")}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_vl_moe_text"):
         return {"num_experts": raw.pop("num_local_experts")}
     if family == "internlm3":
         return {"qkv_bias": raw.pop("attention_bias"), "bias": raw.pop("mlp_bias")}
     if family == "glm4_moe_lite":
         del raw["mlp_layer_types"]
         return {"first_k_dense_replace": 1, "topk_method": "noaux_tc"}
+    if family in ("deepseek_v32", "glm_moe_dsa"):
+        for key in ("mlp_layer_types", "indexer_types"):
+            raw.pop(key, None)
+        interleaved = {"indexer_rope_interleave": True, "rope_interleave": True}
+        others = interleaved if family == "glm_moe_dsa" else {}
+        return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", **others}
     if family == "deepseek_v3":
         del raw["rope_interleave"]
         return {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}
+    if family == "minimax_m2":
+        share = raw.pop("partial_rotary_factor")
+        return {
+            "rotary_dim": int(share * raw["head_dim"]),
+            "attn_type_list": [1] * raw["num_hidden_layers"],
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "use_mtp": True,
+            "num_mtp_modules": 3,
+            "mtp_transformer_layers": 1,
+        }
     if family == "deepseek_v2":
         return {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1}
     if family == "phi3" and raw["rope_scaling"]:
@@ -288,7 +351,8 @@ def quantize(folder: Path, kind: str, plain: Path) -> None:
     stored, dequantized = {}, {}
     for name, tensor in load_file(path).items():
         values = tensor.float().numpy()
-        if kind == "fp8" and ".layers." in name and "_proj" in name:
+        matrix = "_proj" in name or ".experts." in name
+        if kind == "fp8" and ".layers." in name and matrix:
             parts, weight = quantize_fp8(name, values)
         elif kind == "mxfp4" and name.endswith("_proj"):
             parts, weight = quantize_mxfp4(name, values)

@@ -18,8 +18,11 @@ from jaxrl_post.pretrained.families import FAMILIES
 from jaxrl_post.sharding import create_mesh
 
 TOLERANCE = 1e-4
-# Inside these is a text model of another family.
-SEEING = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"}
+# These are models of another family, or have one inside.
+SEEING = {
+    "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,13 +30,17 @@ FAMILIES = (
     "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
     "gpt_oss", "ministral3", "youtu", "lfm2", "lfm2_biases_untied", "lfm2_moe",
+    "minimax_m2",
 )  # fmt: skip
-# Inside these is a text model of another family.
-SEEING = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"}
+# These are models of another family, or have one inside.
+SEEING = {
+    "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe",
+}  # fmt: skip
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
     "ministral", "internlm3", "iquestcoder", "cwm", "dots1", "solar_open",
-    "glm4_moe_lite",
+    "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
 }  # fmt: skip
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -84,5 +88,5 @@ def test_every_family_has_a_case():
         "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-        "ministral3", "youtu", "lfm2", "lfm2_moe",
+        "ministral3", "youtu", "lfm2", "lfm2_moe", "minimax_m2",
     }  # fmt: skip

@@ -28,7 +28,8 @@ FAMILIES = (
     "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_lite", "deepseek_v3_fp8",
     "gpt_oss_mxfp4", "ministral", "ministral3", "iquestcoder", "cwm", "dots1",
-    "solar_open", "glm4_moe_lite", "youtu",
+    "solar_open", "glm4_moe_lite", "youtu", "minimax_m2_released",
+    "glm_moe_dsa_shared",
 )  # fmt: skip
 
 

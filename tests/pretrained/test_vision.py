@@ -38,6 +38,9 @@ def read(family, **keys):
         ("mistral3", "mistral"),
         ("mistral3_ministral3", "ministral3"),
         ("gemma3_nested", "gemma3_text"),
+        ("kimi_k25", "deepseek_v3"),
+        ("qwen3_vl_moe", "qwen3_moe"),
+        ("qwen3_vl_moe_released", "qwen3_moe"),
     ],
 )
 def test_what_is_saved_is_the_text_model_alone(tmp_path, caplog, name, family):
@@ -77,8 +80,24 @@ def test_absent_keys_mean_what_transformers_assumes():
     # Its layers see everything, even against the keys of Qwen3.
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     assert read("qwen3_vl", text_config={**wide, **sliding}).windows == ()
+    moe = read("qwen3_vl_moe", text_config={**SIZES, "num_attention_heads": 16})
+    assert (moe.num_kv_heads, moe.max_length, moe.experts.num_experts) == (
+        16,
+        128000,
+        60,
+    )
+    assert moe.experts.normalize
     qwen2 = read("qwen2_5_vl", **{**SIZES, "num_attention_heads": 8})
     assert (qwen2.num_kv_heads, qwen2.rms_norm_eps, qwen2.rope_theta) == (8, 1e-5, 1e6)
+
+
+def test_a_quantised_text_model_inside_is_refused_by_name(tmp_path):
+    shutil.copytree(FIXTURES / "kimi_k25", tmp_path / "model")
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    method = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    edit_config(tmp_path / "model", text_config=raw["text_config"] | method)
+    with pytest.raises(CheckpointError, match=r"must be fp8 .* 'compressed-tensors'"):
+        pretrained.load(tmp_path / "model")
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -89,7 +108,9 @@ def test_the_rotation_of_text_is_the_plain_one(key):
         assert (config.rope_theta, config.rope_scaling) == (3e5, None)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", "qwen3_vl_moe", "mistral3", "qwen2_5_vl"]
+)
 def test_embeddings_are_tied_where_either_config_says_so(family):
     text = {**SIZES, "num_key_value_heads": 2}
     tied = {"tie_word_embeddings": True}
@@ -104,6 +125,12 @@ def test_embeddings_are_tied_where_either_config_says_so(family):
         ("qwen3_vl", {}, r"text_config must be a dictionary.*; got None"),
         ("mistral3", {"text_config": 3}, r"text_config must be a dictionary.*; got 3"),
         ("qwen2_5_vl", {"text_config": []}, r"text_config must be a dictionary"),
+        ("kimi_k25", {}, r"text_config must be a dictionary"),
+        (
+            "kimi_k25",
+            {"text_config": {**SIZES, "model_type": "kimi_linear"}},
+            r"text_config: model_type must be kimi_k2 or .*; got 'kimi_linear'",
+        ),
         (
             "mistral3",
             {"text_config": {**SIZES, "model_type": "pixtral"}},

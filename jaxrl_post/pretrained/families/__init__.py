@@ -13,6 +13,7 @@ from jaxrl_post.pretrained.families import (
     gpt_oss,
     lfm2,
     llama,
+    minimax,
     mistral,
     olmo,
     phi,
@@ -31,7 +32,11 @@ __all__ = [
     "write_config",
 ]
 
-MISTRAL, QWEN2, QWEN3 = map(vision.seeing, (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3))
+MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3 = map(
+    vision.seeing,
+    (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, deepseek.DEEPSEEK_V3),
+)
+KIMI = replace(DEEPSEEK_V3, text_model=vision.kimi_text)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": llama.LLAMA,
@@ -43,7 +48,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": qwen.QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_vl": replace(QWEN3, text_model=vision.qwen3_text),
-    "qwen3_moe": qwen.QWEN3_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_moe": replace(QWEN3_MOE, text_model=vision.qwen3_moe_text),
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
     "gemma3": gemma.GEMMA3,
@@ -57,7 +63,9 @@ FAMILIES: Mapping[str, Family] = {
     "seed_oss": llama.SEED_OSS,
     "glm4_moe": glm.GLM4_MOE,
     "deepseek_v2": deepseek.DEEPSEEK_V2,
-    "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI,
+    "kimi_k25": KIMI,
     "gpt_oss": gpt_oss.GPT_OSS,
     "ministral": vision.seeing(mistral.MINISTRAL),
     "ministral3": vision.seeing(mistral.MINISTRAL3),
@@ -70,6 +78,9 @@ FAMILIES: Mapping[str, Family] = {
     "youtu": deepseek.YOUTU,
     "lfm2": lfm2.LFM2,
     "lfm2_moe": lfm2.LFM2_MOE,
+    "deepseek_v32": deepseek.DEEPSEEK_V32,
+    "glm_moe_dsa": deepseek.GLM_MOE_DSA,
+    "minimax_m2": minimax.MINIMAX_M2,
 }
 
 

@@ -1,11 +1,16 @@
-"""Latent attention: DeepSeek-V2 and V3, GLM-4.7-Flash and Youtu-LLM."""
+"""Latent attention: DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5 and Youtu-LLM."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxrl_post.models.config import LatentAttention, MixtureOfExperts, ModelConfig
+from jaxrl_post.models.config import (
+    Indexer,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelConfig,
+)
 from jaxrl_post.models.rope import yarn_mscale
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import glm, llama
@@ -13,6 +18,7 @@ from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import (
     ATTENTION_BIAS,
     Key,
+    fixed,
     option,
     required_experts,
     written,
@@ -29,9 +35,17 @@ from jaxrl_post.pretrained.hf_values import (
 )
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "YOUTU"]
+__all__ = [
+    "DEEPSEEK_V2",
+    "DEEPSEEK_V3",
+    "DEEPSEEK_V32",
+    "GLM4_MOE_LITE",
+    "GLM_MOE_DSA",
+    "YOUTU",
+]
 
 ATTENTION = "model.layers.*.self_attn"
+INDEXER = f"{ATTENTION}.indexer"
 WEIGHTS: Mapping[str, Weight] = {
     **llama.WEIGHTS,
     **glm.BALANCED_EXPERTS,
@@ -58,6 +72,19 @@ WEIGHTS: Mapping[str, Weight] = {
     ),
     "layers.*.attention.output": Weight(
         f"{ATTENTION}.o_proj.weight", "embed (heads head_dim)"
+    ),
+    "layers.*.attention.indexer.queries": Weight(
+        f"{INDEXER}.wq_b.weight", "(heads head_dim) rank"
+    ),
+    "layers.*.attention.indexer.keys": Weight(f"{INDEXER}.wk.weight", "head_dim embed"),
+    "layers.*.attention.indexer.key_norm": Weight(
+        f"{INDEXER}.k_norm.weight", "head_dim"
+    ),
+    "layers.*.attention.indexer.key_norm_bias": Weight(
+        f"{INDEXER}.k_norm.bias", "head_dim"
+    ),
+    "layers.*.attention.indexer.weights": Weight(
+        f"{INDEXER}.weights_proj.weight", "heads embed"
     ),
 }
 
@@ -203,21 +230,32 @@ DEEPSEEK_V2 = _family(
 DENSE, SPARSE = "dense", "sparse"
 
 
-def _dense_by_type(raw: Json, num_layers: int) -> tuple[int, ...]:
-    """GLM-4.7-Flash: without `mlp_layer_types`, only the first layer is dense."""
-    kinds = raw.get("mlp_layer_types")
-    if kinds is None:
-        return (0,)
+def _by_layer(
+    raw: Json, key: str, kinds: tuple[str, str], num_layers: int
+) -> tuple[int, ...]:
+    """Reads the layers of the first kind from a list with a kind for every layer."""
+    found = raw[key]
     if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or any(kind not in (DENSE, SPARSE) for kind in kinds)
+        not isinstance(found, list)
+        or len(found) != num_layers
+        or any(kind not in kinds for kind in found)
     ):
         raise CheckpointError(
-            f"mlp_layer_types must name {DENSE} or {SPARSE} for each of {num_layers} "
-            f"layers; got {kinds}"
+            f"{key} must name {' or '.join(kinds)} for each of {num_layers} layers; "
+            f"got {found}"
         )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == DENSE)
+    return tuple(layer for layer, kind in enumerate(found) if kind == kinds[0])
+
+
+def _dense_by_type(absent: glm.DenseLayers) -> glm.DenseLayers:
+    """The layers that `mlp_layer_types` names; `absent` without it."""
+
+    def dense(raw: Json, num_layers: int) -> tuple[int, ...]:
+        if raw.get("mlp_layer_types") is None:
+            return absent(raw, num_layers)
+        return _by_layer(raw, "mlp_layer_types", (DENSE, SPARSE), num_layers)
+
+    return dense
 
 
 def _write_types(config: ModelConfig) -> dict[str, Any]:
@@ -231,7 +269,10 @@ GLM4_MOE_LITE = _family(
     "Glm4MoeLite",
     Defaults(max_length=202752, rms_norm_eps=1e-5),
     option("rope_interleave", flag, True, "rope_interleaved"),
-    glm.balanced_experts(MixtureOfExperts(64, 4, 1536, scale=1.8), _dense_by_type),
+    # transformers has the first layer dense, for every `first_k_dense_replace`.
+    glm.balanced_experts(
+        MixtureOfExperts(64, 4, 1536, scale=1.8), _dense_by_type(lambda *_: (0,))
+    ),
     written(_write_types),
     latent=LatentAttention(
         kv_rank=512, nope_dim=192, rope_dim=64, value_dim=256, query_rank=768
@@ -239,4 +280,128 @@ GLM4_MOE_LITE = _family(
     classifier=None,
     judges_tokens=False,
     ignored=glm.NEXT_TOKEN_LAYERS,
+)
+
+
+SHARED, OWN = "shared", "full"
+
+
+def _shared_layers(raw: Json, num_layers: int) -> tuple[int, ...]:
+    """Reads the layers without an indexer of their own, as transformers finds them."""
+    kinds, pattern = raw.get("indexer_types"), raw.get("index_topk_pattern")
+    if kinds is not None:
+        return _by_layer(raw, "indexer_types", (SHARED, OWN), num_layers)
+    if pattern is not None:
+        if isinstance(pattern, str):
+            pattern = [{"F": OWN, "S": SHARED}.get(kind, kind) for kind in pattern]
+        spelled = {"index_topk_pattern": pattern}
+        return _by_layer(spelled, "index_topk_pattern", (SHARED, OWN), num_layers)
+    every = integer(raw, "index_topk_freq", 1)
+    first = integer(raw, "index_skip_topk_offset", 2)
+    layers = range(num_layers)
+    return tuple(layer for layer in layers if max(layer - first + 1, 0) % every)
+
+
+def _indexed(heads: int, *, shares: bool) -> Key:
+    """The indexer; `shares`: layers may use the choice of the layer before them.
+
+    Args:
+        heads: default number of heads.
+        shares: whether the family has such layers.
+    """
+
+    def read(raw: Json, config: ModelConfig) -> ModelConfig:
+        latent, context = config.latent, config.max_length
+        if latent is None or latent.query_rank is None:
+            raise CheckpointError(
+                "q_lora_rank must not be null: the indexer reads the queries' latent"
+            )
+        layers = _shared_layers(raw, config.num_layers) if shares else ()
+        if 0 in layers:
+            raise CheckpointError(
+                f"indexer_types must begin with {OWN!r}: no layer comes before the "
+                f"first; got layers {layers} as {SHARED!r}"
+            )
+        indexer = Indexer(
+            top_k=integer(raw, "index_topk", 2048),
+            num_heads=integer(raw, "index_n_heads", heads),
+            head_dim=integer(raw, "index_head_dim", 128),
+            shared_layers=layers,
+            context=context,
+        )
+        return replace(
+            config,
+            max_length=min(context, indexer.top_k),
+            latent=replace(latent, indexer=indexer),
+        )
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        indexer, layers = config.indexer, range(config.num_layers)
+        if indexer is None:
+            raise CheckpointError(
+                f"{config.model_type} checkpoints cannot express indexer=None"
+            )
+        shared = [layer in indexer.shared_layers for layer in layers]
+        kinds = {
+            "indexer_types": [SHARED if each else OWN for each in shared],
+            "index_topk_pattern": "".join("S" if each else "F" for each in shared),
+        }
+        return {
+            "max_position_embeddings": indexer.context,
+            "index_topk": indexer.top_k,
+            "index_n_heads": indexer.num_heads,
+            "index_head_dim": indexer.head_dim,
+            **(kinds if shares else {}),
+        }
+
+    return Key(read, write)
+
+
+def _sparse(
+    architecture: str,
+    defaults: Defaults,
+    experts: MixtureOfExperts,
+    indexer: Key,
+    latent: LatentAttention,
+    *,
+    indexer_interleaved: bool,
+) -> Family:
+    """A family whose latent attention is sparse beyond `index_topk` tokens."""
+    return _family(
+        architecture,
+        defaults,
+        fixed(
+            rope_interleave=True,
+            indexer_rope_interleave=indexer_interleaved,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+        ),
+        glm.balanced_experts(experts, _dense_by_type(glm.first_dense(3))),
+        written(_write_types),
+        indexer,
+        latent=latent,
+        options={"rope_interleaved": True},
+        classifier=None,
+        judges_tokens=False,
+        ignored=glm.NEXT_TOKEN_LAYERS,
+    )
+
+
+DEEPSEEK_V32 = _sparse(
+    "DeepseekV32",
+    Defaults(max_length=163840),
+    MixtureOfExperts(256, 8, 2048, scale=2.5, num_groups=8, groups_per_token=4),
+    _indexed(64, shares=False),
+    LATENT,
+    indexer_interleaved=False,
+)
+GLM_MOE_DSA = _sparse(
+    "GlmMoeDsa",
+    Defaults(max_length=202752, rms_norm_eps=1e-5),
+    MixtureOfExperts(256, 8, 2048, scale=2.5),
+    _indexed(32, shares=True),
+    LatentAttention(
+        kv_rank=512, nope_dim=192, rope_dim=64, value_dim=256, query_rank=2048
+    ),
+    indexer_interleaved=True,
 )

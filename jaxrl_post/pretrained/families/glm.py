@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6, and families with its experts: dots.llm1 and Solar Open."""
+"""GLM-4.5, 4.6 and 4.7, and families with its experts: dots.llm1 and Solar Open."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,6 +25,7 @@ __all__ = [
     "GLM4_MOE",
     "NEXT_TOKEN_LAYERS",
     "SOLAR_OPEN",
+    "DenseLayers",
     "balanced_experts",
     "balanced_to_hf",
     "first_dense",

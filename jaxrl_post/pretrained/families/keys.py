@@ -16,6 +16,7 @@ __all__ = [
     "Key",
     "all_layers",
     "count_of_experts",
+    "fixed",
     "layers_from",
     "option",
     "required_experts",
@@ -68,6 +69,23 @@ def option(
         return {name: getattr(config, written or fields[0])}
 
     return Key(read, write)
+
+
+def fixed(**values: Any) -> Key:
+    """Keys of released files with the only values that the family has.
+
+    The key raises a CheckpointError when it reads another value.
+    """
+
+    def read(raw: Json, config: ModelConfig) -> ModelConfig:
+        for key, value in values.items():
+            if raw.get(key, value) != value:
+                raise CheckpointError(
+                    f"{key} must be {value!r} for {config.model_type}; got {raw[key]!r}"
+                )
+        return config
+
+    return Key(read, lambda _: dict(values))
 
 
 def written(write: Callable[[ModelConfig], dict[str, Any]]) -> Key:

@@ -20,7 +20,7 @@ from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, integer, number
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["MINISTRAL", "MINISTRAL3", "MISTRAL", "MIXTRAL"]
+__all__ = ["MINISTRAL", "MINISTRAL3", "MISTRAL", "MIXTRAL", "MIXTRAL_WEIGHTS"]
 
 EXPERT = "model.layers.*.block_sparse_moe.experts.%"
 MIXTRAL_WEIGHTS: Mapping[str, Weight] = {

@@ -17,7 +17,7 @@ from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, optional_number
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["OLMO2", "OLMO3", "OLMOE"]
+__all__ = ["OLMO2", "OLMO3", "OLMOE", "QK_NORMS"]
 
 # The norms of queries and keys run over all heads jointly.
 QK_NORMS: Mapping[str, Weight] = {

@@ -1,8 +1,9 @@
 """Text models inside vision-language models, in Hugging Face's format.
 
 Only the text model is loaded, as a model of its own family: Qwen3 for Qwen3-VL, Qwen2
-for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3. A text token has the same position
-on all axes of a multimodal rotary embedding, so the standard embedding is equal to it.
+for Qwen2.5-VL, Mistral or Ministral 3 for Mistral 3, DeepSeek-V3 for Kimi K2.5. A text
+token has the same position on all axes of a multimodal rotary embedding, so the
+standard embedding is equal to it.
 """
 
 from collections.abc import Mapping
@@ -10,9 +11,16 @@ from dataclasses import replace
 
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.hf_values import Json, flag
+from jaxrl_post.pretrained.hf_values import Json, flag, section
 
-__all__ = ["mistral3_text", "qwen2_5_text", "qwen3_text", "seeing"]
+__all__ = [
+    "kimi_text",
+    "mistral3_text",
+    "qwen2_5_text",
+    "qwen3_moe_text",
+    "qwen3_text",
+    "seeing",
+]
 
 # Prefixes of the text model's tensors in transformers 4 and 5, and their replacements.
 PREFIXES = (
@@ -25,20 +33,31 @@ TENSORS = (
     "visual.*",
     "vision_tower.*",
     "multi_modal_projector.*",
+    "mm_projector.*",
     "model.visual.*",
     "model.vision_tower.*",
     "model.multi_modal_projector.*",
+    "model.mm_projector.*",
 )
 
 # The defaults of transformers for absent keys of the text model.
 QWEN3 = {"rope_theta": 5e5, "max_position_embeddings": 128000}
+QWEN3_MOE = {
+    **QWEN3,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+}
 QWEN2_5 = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "max_window_layers": 80,
 }
+FULL = {"use_sliding_window": False, "layer_types": None}
 MISTRAL = ("mistral", "ministral", "ministral3")
+DEEPSEEK = "deepseek_v3"
 
 
 def seeing(family: Family) -> Family:
@@ -52,8 +71,19 @@ def qwen3_text(raw: Json) -> Json:
     Raises:
         CheckpointError: text_config is missing.
     """
-    full = {"use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}
-    return {**QWEN3, **_text(raw), **full, **_tied(raw, _text(raw))}
+    return {**QWEN3, **_text(raw), **FULL, "model_type": "qwen3", **_tied(raw)}
+
+
+def qwen3_moe_text(raw: Json) -> Json:
+    """Returns the config.json of the text model of Qwen3-VL with experts.
+
+    transformers does not read `norm_topk_prob`: the weights of a token sum to 1.
+
+    Raises:
+        CheckpointError: text_config is missing.
+    """
+    fixed = {**FULL, "norm_topk_prob": True, "model_type": "qwen3_moe"}
+    return {**QWEN3_MOE, **_text(raw), **fixed, **_tied(raw)}
 
 
 def qwen2_5_text(raw: Json) -> Json:
@@ -62,7 +92,7 @@ def qwen2_5_text(raw: Json) -> Json:
     Older files have its keys at the top level.
     """
     text = raw if raw.get("text_config") is None else _text(raw)
-    found = {**QWEN2_5, **text, "model_type": "qwen2", **_tied(raw, text)}
+    found = {**QWEN2_5, **text, "model_type": "qwen2", **_tied(raw)}
     for key in ("rope_scaling", "rope_parameters"):
         rope = found.get(key)
         if isinstance(rope, Mapping) and "mrope" in (
@@ -86,7 +116,22 @@ def mistral3_text(raw: Json) -> Json:
             f"text_config: model_type must be one of {', '.join(MISTRAL)}; got "
             f"{family!r}"
         )
-    return {**text, **_tied(raw, text)}
+    return {**text, **_tied(raw)}
+
+
+def kimi_text(raw: Json) -> Json:
+    """Returns the config.json of a Kimi's DeepSeek-V3: of K2, or inside K2.5 and K2.6.
+
+    Raises:
+        CheckpointError: text_config is missing, or is of another family.
+    """
+    text = raw if raw["model_type"] == "kimi_k2" else _text(raw)
+    family = text.get("model_type", DEEPSEEK)
+    if family not in ("kimi_k2", DEEPSEEK):
+        raise CheckpointError(
+            f"text_config: model_type must be kimi_k2 or {DEEPSEEK}; got {family!r}"
+        )
+    return {**text, "model_type": DEEPSEEK, **_tied(raw)}
 
 
 def _text(raw: Json) -> Json:
@@ -98,7 +143,8 @@ def _text(raw: Json) -> Json:
     return text
 
 
-def _tied(raw: Json, text: Json) -> Json:
-    """Ties the embeddings if the outer config or text_config does so."""
-    tied = [flag(place, "tie_word_embeddings", False) for place in (raw, text)]
+def _tied(raw: Json) -> Json:
+    """Ties the embeddings if the outer config or text_config, if any, does so."""
+    places = (raw, section(raw, "text_config"))
+    tied = [flag(place, "tie_word_embeddings", False) for place in places]
     return {"tie_word_embeddings": any(tied)}
