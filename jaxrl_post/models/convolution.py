@@ -5,15 +5,19 @@ with a cache begins with it and returns the one after its counted tokens. Withou
 cache the inputs of the earlier tokens are found in the row, along the path.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 
+from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import StateCache
-from jaxrl_post.models.layers import add_bias, project
-from jaxrl_post.models.params import ShortConvolutionParams
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.layers import add_bias, norm, project
+from jaxrl_post.models.params import LayerParams, ShortConvolutionParams
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["earlier_tokens", "short_convolution"]
+__all__ = ["earlier_tokens", "exact_convolution", "short_convolution"]
 
 
 def short_convolution(
@@ -24,7 +28,7 @@ def short_convolution(
     entry: StateCache | None,
     rules: Rules,
 ) -> tuple[Float[Array, "tokens hidden"], StateCache | None]:
-    """Runs a convolution over these tokens, or over these and those of the state.
+    """Runs a convolution over these tokens and the ones before them.
 
     Args:
         params: of the layer.
@@ -37,38 +41,69 @@ def short_convolution(
     Returns:
         The update of the residual stream, and the state after the counted tokens.
     """
-    gate = project(x, params.input_gate, params.input_gate_bias)
-    value = project(x, params.inputs, params.inputs_bias)
-    inputs = constrain(gate * value, ("batch", "channels"), rules).reshape(*shape, -1)
-    kernel = params.kernel.astype(jnp.float32)
-    distances = kernel.shape[0] - 1
+    inputs = constrain(_inputs(params, x), ("batch", "channels"), rules)
+    inputs = inputs.reshape(*shape, -1)
+    distances = params.kernel.shape[0] - 1
     after = None
     if entry is None:
         assert earlier is not None
-        seen = [_at(inputs, each) for each in earlier[::-1]] + [inputs]
+        seen = [_at(inputs, each) for each in earlier[::-1]]
     else:
-        line = jnp.concatenate([entry.state.astype(inputs.dtype), inputs], axis=1)
-        seen = [line[:, i : i + shape[1]] for i in range(distances + 1)]
-        counts = entry.counts
-        if counts is None:
-            counts = jnp.full((shape[0],), shape[1], jnp.int32)
-        last = counts[:, None] + jnp.arange(distances, dtype=jnp.int32)
-        kept = jnp.take_along_axis(line, last[..., None], axis=1)
-        after = entry.replace(state=kept.astype(entry.state.dtype))
-    mixed = sum(
-        weight * each.astype(jnp.float32)
-        for weight, each in zip(kernel, seen, strict=True)
-    )
-    assert not isinstance(mixed, int)
-    if params.kernel_bias is not None:
-        mixed = mixed + params.kernel_bias.astype(jnp.float32)
-    mixed = mixed.astype(x.dtype).reshape(x.shape[0], -1)
-    gate = project(x, params.output_gate, params.output_gate_bias)
-    product = constrain(gate * mixed, ("batch", "channels"), rules)
+        seen, after = _with_state(inputs, entry, distances)
+    seen = [each.reshape(x.shape[0], -1) for each in (*seen, inputs)]
+    product = constrain(_gated(params, x, seen), ("batch", "channels"), rules)
     update = project(product, params.outputs)
     if params.outputs_bias is not None:
         update = add_bias(update, params.outputs_bias)
     return update, after
+
+
+def exact_convolution(
+    config: ModelConfig,
+    layer: LayerParams[Array],
+    rows: CountedRows,
+    states: Float[Array, "rows hidden"],
+    earlier: Int[Array, "distances batch length"] | None,
+    entry: StateCache | None,
+    shape: tuple[int, ...],
+) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
+    """A convolution whose bits for a token depend on its path alone.
+
+    Args:
+        config: of the model.
+        layer: of the layer, with this device's part of the channels.
+        rows: the counted tokens.
+        states: the residual stream.
+        earlier: as in `short_convolution`.
+        entry: as there.
+        shape: (batch, length) of the tokens.
+
+    Returns:
+        This device's part of the update, without the bias of the outputs; and the state
+        after the counted tokens.
+    """
+    params = layer.convolution
+    assert params is not None
+
+    def normed(x: Array) -> Array:
+        return (
+            x if layer.attention_norm is None else norm(config, x, layer.attention_norm)
+        )
+
+    inputs = map_tiles(lambda x: _inputs(params, normed(x)), [states], rows.count)
+    whole = rows.put(inputs).reshape(*shape, -1)
+    after = None
+    if entry is None:
+        assert earlier is not None
+        seen = [_at(whole, each) for each in earlier[::-1]]
+    else:
+        seen, after = _with_state(whole, entry, params.kernel.shape[0] - 1)
+    seen = [rows.take(each.reshape(-1, each.shape[-1])) for each in seen]
+
+    def part(x: Array, *seen: Array) -> Array:
+        return project(_gated(params, normed(x), seen), params.outputs)
+
+    return map_tiles(part, [states, *seen, inputs], rows.count), after
 
 
 def earlier_tokens(
@@ -96,6 +131,41 @@ def earlier_tokens(
         found.append(jnp.where(positions >= distance, before, -1))
         before = jnp.take_along_axis(previous, before, axis=1)
     return jnp.stack(found)
+
+
+def _inputs(params: ShortConvolutionParams[Array], x: Array) -> Array:
+    """The inputs of the sums, B x."""
+    gate = project(x, params.input_gate, params.input_gate_bias)
+    return gate * project(x, params.inputs, params.inputs_bias)
+
+
+def _gated(
+    params: ShortConvolutionParams[Array], x: Array, seen: Sequence[Array]
+) -> Array:
+    """The sums over the inputs that a token sees, the oldest first, gated by C."""
+    kernel = params.kernel.astype(jnp.float32)
+    mixed = kernel[0] * seen[0].astype(jnp.float32)
+    for weight, each in zip(kernel[1:], seen[1:], strict=True):
+        mixed = mixed + weight * each.astype(jnp.float32)
+    if params.kernel_bias is not None:
+        mixed = mixed + params.kernel_bias.astype(jnp.float32)
+    gate = project(x, params.output_gate, params.output_gate_bias)
+    return gate * mixed.astype(x.dtype)
+
+
+def _with_state(
+    inputs: Array, entry: StateCache, distances: int
+) -> tuple[list[Array], StateCache]:
+    """The inputs before each token, the oldest first, and the state afterwards."""
+    rows, length = inputs.shape[:2]
+    line = jnp.concatenate([entry.state.astype(inputs.dtype), inputs], axis=1)
+    counts = entry.counts
+    if counts is None:
+        counts = jnp.full((rows,), length, jnp.int32)
+    last = counts[:, None] + jnp.arange(distances, dtype=jnp.int32)
+    kept = jnp.take_along_axis(line, last[..., None], axis=1)
+    after = entry.replace(state=kept.astype(entry.state.dtype))
+    return [line[:, i : i + length] for i in range(distances)], after
 
 
 def _at(inputs: Array, places: Array) -> Array:

@@ -11,6 +11,7 @@ On a mesh every device computes its own tokens; weights that are split along the
 axes are gathered; splits of heads, MLP and vocabulary stay.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import KVCache, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.convolution import earlier_tokens, exact_convolution
 from jaxrl_post.models.exact_attention import Paths, exact_attention
 from jaxrl_post.models.experts import partial_mixture
 from jaxrl_post.models.layers import add_bias, embed, gated, norm, project, scaled
@@ -29,12 +31,12 @@ from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, MLPParams, param_specs
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
-from jaxrl_post.types import Array, Bool, Float, Int
+from jaxrl_post.types import Array, Bool, Float, Int, previous_tokens
 
 __all__ = ["check_exact", "exact_forward"]
 
 # Logical axes along which a device keeps its part of a weight.
-SPLIT = ("heads", "kv_heads", "ffn", "expert_ffn", "vocab")
+SPLIT = ("heads", "kv_heads", "ffn", "channels", "expert_ffn", "vocab")
 
 
 def check_exact(config: ModelConfig, parts: int) -> None:
@@ -53,12 +55,8 @@ def check_exact(config: ModelConfig, parts: int) -> None:
             f"rope_scaling of the kind {scaling.kind} rotates a token by the length of "
             "its sequence, which the sampler does not know yet"
         )
-    if config.has_states:
-        raise ValueError(
-            f"the layers of {config.model_type} with short convolutions have no exact "
-            "form yet"
-        )
-    specs = param_specs(config).layers[0].attention
+    layers = [layer.attention for layer in param_specs(config).layers]
+    specs = next(layer for layer in layers if layer is not None)
     joint = getattr(specs, "query_norm", None)
     if parts > 1 and joint is not None and len(joint.shape) > 1:
         raise ValueError(
@@ -76,6 +74,7 @@ class _Split(NamedTuple):
         kv_heads: axes that split the key/value heads; () if all devices have them all.
         ffn: axes that split dense MLPs.
         expert_ffn: axes that split experts.
+        channels: axes that split the channels of convolutions.
     """
 
     batch: tuple[str, ...] = ()
@@ -83,6 +82,7 @@ class _Split(NamedTuple):
     kv_heads: tuple[str, ...] = ()
     ffn: tuple[str, ...] = ()
     expert_ffn: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
 
 
 def exact_forward(
@@ -127,9 +127,17 @@ def exact_forward(
         expert_ffn=()
         if config.experts is None
         else dividing_axes("expert_ffn", config.experts.expert_size, mesh, rules),
+        channels=dividing_axes("channels", config.hidden_size, mesh, rules),
     )
     of_rows = P(split.batch)
     of_cache = jax.tree.map(lambda _: P(split.batch, split.kv_heads), cache)
+    if cache is not None:
+        of_state = P(split.batch, None, split.channels)
+        of_cache = dataclasses.replace(
+            of_cache,
+            states=jax.tree.map(lambda _: of_state, cache.states),
+            counts=None if cache.counts is None else of_rows,
+        )
     specs = param_specs(config)
     return jax.shard_map(
         functools.partial(_local, config, split),
@@ -176,23 +184,36 @@ def _local(
     rows = CountedRows.of(counted.reshape(-1))
     paths = Paths.of(positions, counted, ends, rows)
     states = rows.take(hidden.reshape(-1, hidden.shape[-1]))
-    entries: list[LayerCache] = []
+    entries: list[LayerCache | StateCache] = []
+    earlier = None
+    if config.short_convolution is not None and cache is None:
+        previous = previous_tokens(ends) if ends is not None else positions - 1
+        distances = config.short_convolution.kernel - 1
+        earlier = earlier_tokens(previous, positions, distances)
     for index, layer in enumerate(layers):
         before = None if cache is None else cache.layer(index)
-        assert not isinstance(before, StateCache)
-        part, entry = exact_attention(
-            config,
-            index,
-            layer,
-            paths,
-            states,
-            before,
-            heads=split.heads,
-            kv_heads=split.kv_heads,
-        )
+        if layer.convolution is not None:
+            assert not isinstance(before, LayerCache)
+            part, entry = exact_convolution(
+                config, layer, rows, states, earlier, before, shape
+            )
+            axes = split.channels
+        else:
+            assert not isinstance(before, StateCache)
+            part, entry = exact_attention(
+                config,
+                index,
+                layer,
+                paths,
+                states,
+                before,
+                heads=split.heads,
+                kv_heads=split.kv_heads,
+            )
+            axes = split.heads
         if entry is not None:
             entries.append(entry)
-        parts = _parts(part, split.heads)
+        parts = _parts(part, axes)
         states, part = map_tiles(
             functools.partial(_branched, config, index, layer, split),
             [states, *parts],
@@ -247,8 +268,11 @@ def _branched(
     *parts: Array,
 ) -> tuple[Array, Array]:
     """Adds attention; returns the states and this device's part of the MLP."""
-    assert params.attention is not None
-    branch, bias = _total(parts), params.attention.output_bias
+    branch, bias = _total(parts), None
+    if params.attention is not None:
+        bias = params.attention.output_bias
+    elif params.convolution is not None:
+        bias = params.convolution.outputs_bias
     branch = branch if bias is None else add_bias(branch, bias)
     hidden = _residual(config, hidden, branch, params.attention_post_norm)
     x = _normed(config, hidden, params.mlp_norm)

@@ -321,6 +321,8 @@ def _burst(
         view = read_paths(
             config, pages, rows.shared, rows.pages, rows.starts, progress.counts, rules
         )
+        states = read_states(config, pages, rows.states, rules)
+        view = dataclasses.replace(view, states=states)
     else:
         view = _view(config, pages, rows, rules)
     draft_view = None
@@ -572,6 +574,11 @@ def _prefill_exactly(
     count, length = rows.tokens.shape
     none = jnp.zeros((count,), jnp.int32)
     view = read_paths(config, pages, rows.shared, rows.pages, rows.starts, none, rules)
+    view = dataclasses.replace(
+        view,
+        states=read_states(config, pages, rows.states, rules),
+        counts=rows.sizes if config.has_states else None,
+    )
     inside = jnp.arange(length, dtype=jnp.int32)
     _, view = exact_forward(
         params,
@@ -583,8 +590,10 @@ def _prefill_exactly(
         rules=rules,
     )
     assert view is not None
+    states = write_states(config, pages, view.states, rows.states, rules)
     view = own_entries(config, view, rows.starts, length, rules)
-    return write_pages(config, pages, view, rows.pages, none, length // PAGE, rules)
+    places = rows.pages, none, length // PAGE, rules
+    return write_pages(config, pages, view, *places).replace(states=states)
 
 
 def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCache:

@@ -1,4 +1,4 @@
-"""Which states of sequences the cache holds, and in which slots of it.
+"""Tracks the states of sequences that the cache holds, and their slots.
 
 A layer with a state has no entry per token: what a sequence needs is its state after a
 number of tokens. A snapshot is a slot that holds it, for all such layers. A running

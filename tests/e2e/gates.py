@@ -120,8 +120,8 @@ class Gates:
         async def ended() -> None:
             for server in self._servers:
                 server.close()
-            # What has been accepted becomes a task; what is cancelled closes its
-            # connections in a later turn of the loop.
+            # An accepted connection becomes a task, and a task that is cancelled closes
+            # its connections in a later turn of the loop.
             await asyncio.sleep(0.05)
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:

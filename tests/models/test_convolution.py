@@ -186,7 +186,7 @@ def test_gradients_of_a_tree_are_those_of_its_paths():
 
 
 def test_a_cache_that_is_filled_in_parts_is_one_forward():
-    """Whatever the parts, and with tokens behind them that do not count."""
+    """In any parts, and with tokens behind them that do not count."""
     tokens = jnp.asarray(TOKENS)[None]
     expected = alone(TOKENS)
     for cut in (1, 2, 3, len(TOKENS) - 1):

@@ -17,6 +17,7 @@ COUNTS = {
     "demo": 657_024,
     "tiny": 3_035_392,
     "small": 39_600_640,
+    "demo-lfm2": 886_784,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
@@ -46,6 +47,7 @@ COUNTS = {
     "phi-3-mini-4k": 3_821_079_552,
     "olmoe-1b-7b": 6_919_161_856,
     "smollm3-3b": 3_075_098_624,
+    "lfm2-1.2b": 1_170_340_608,
 }
 # Known to the digits that a model card or report gives, in billions.
 ROUNDED = {
@@ -63,6 +65,7 @@ UNCOUNTED = {
     "demo": (1e-6, 1e4, 1024, None),
     "tiny": (1e-6, 1e4, 1024, None),
     "small": (1e-6, 1e4, 4096, None),
+    "demo-lfm2": (1e-6, 1e4, 1024, None),
     "llama-3.1-8b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.1-70b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.2-1b": (1e-5, 5e5, 131072, 32.0),
@@ -98,6 +101,7 @@ UNCOUNTED = {
     "gpt-oss-120b": (1e-5, 1.5e5, 131072, 32.0),
     "deepseek-v3": (1e-6, 1e4, 163840, 40.0),
     "glm-4.5-air": (1e-5, 1e6, 131072, None),
+    "lfm2-1.2b": (1e-5, 1e6, 128000, None),
 }
 
 
@@ -168,7 +172,7 @@ def test_a_preset_survives_its_config_json(name):
 
 def test_initial_values_have_the_deviation_of_the_config():
     ranges = {name: config.initializer_range for name, config in PRESETS.items()}
-    assert ranges.pop("demo") == 0.045
+    assert ranges.pop("demo") == ranges.pop("demo-lfm2") == 0.045
     assert set(ranges.values()) == {0.02}
     values = initialize(jax.random.key(0), param_specs(PRESETS["demo"]))
     for matrix in (

@@ -73,6 +73,23 @@ def test_a_draft_with_a_short_context_is_refused(model, save):
         engine_of(model, save(max_length=19))
 
 
+def test_models_with_states_neither_guess_nor_are_guessed(model, save):
+    """A state cannot be taken back where a guess was wrong."""
+    changes = {
+        "model_type": "lfm2",
+        "qk_norm": "head",
+        "qkv_bias": False,
+        "short_convolution": models.ShortConvolution(kernel=3, layers=(0,)),
+    }
+    stateful = dataclasses.replace(
+        model, config=dataclasses.replace(model.config, **changes)
+    )
+    with pytest.raises(ConfigError, match=r"--rollout.guesses: layers of lfm2 carry"):
+        engine_of(stateful, None)
+    with pytest.raises(ConfigError, match=r"--rollout.draft: layers of lfm2 carry a"):
+        engine_of(model, save(**changes))
+
+
 @pytest.mark.meshes
 def test_a_mesh_that_does_not_divide_the_draft_is_refused(model, save):
     wide = dataclasses.replace(model, mesh=create_mesh("dp2,tp4"))

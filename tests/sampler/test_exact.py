@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.data.packing import Sequence, pack, trees
 from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.mesh_spec import read_mesh
-from jaxrl_post.models import LatentAttention, MixtureOfExperts, RopeScaling, forward
+from jaxrl_post.models import (
+    LatentAttention,
+    MixtureOfExperts,
+    RopeScaling,
+    ShortConvolution,
+    forward,
+)
 from jaxrl_post.models.adapters.lora import (
     LoRAConfig,
     adaptable,
@@ -98,6 +104,23 @@ FAMILIES = {
             correction_bias=True,
             shared_size=8,
             dense_layers=(0,),
+        ),
+    ),
+    # As LFM2 with experts: states, and one layer with keys between them.
+    "convolutions": dataclasses.replace(
+        DENSE,
+        model_type="lfm2_moe",
+        num_layers=3,
+        qk_norm="head",
+        tie_embeddings=True,
+        short_convolution=ShortConvolution(kernel=3, layers=(0, 2), bias=True),
+        experts=MixtureOfExperts(
+            num_experts=8,
+            experts_per_token=2,
+            expert_size=24,
+            scoring="sigmoid",
+            correction_bias=True,
+            dense_layers=(0, 1),
         ),
     ),
 }
@@ -234,6 +257,8 @@ def test_latents_give_what_the_form_of_training_gives(family):
         pytest.param("experts", tiny.BF16, marks=pytest.mark.all),
         pytest.param("latent", tiny.F32, marks=pytest.mark.all),
         ("latent_experts", tiny.BF16),
+        ("convolutions", tiny.F32),
+        pytest.param("convolutions", tiny.BF16, marks=pytest.mark.all),
     ],
     ids=str,
 )
@@ -275,7 +300,11 @@ def test_everywhere(family, dtype, spec):
 # Results of "latent" are tested in `test_latents_give_what_the_form_of_training_gives`
 # too.
 @pytest.mark.parametrize(
-    "family", ["dense", pytest.param("latent", marks=pytest.mark.all)]
+    "family",
+    [
+        "dense",
+        *(pytest.param(f, marks=pytest.mark.all) for f in ("latent", "convolutions")),
+    ],
 )
 def test_without_exact_mode_most_differ(family):
     """The control: the tests above can fail."""

@@ -1,4 +1,4 @@
-"""States in the sampler: a token's log-prob is the trainer's, whatever came before.
+"""States in the sampler: a token's log-prob is the trainer's after any traffic.
 
 The model's middle layers carry states, so a state that is read at a wrong place, met by
 a token twice, or left by another sequence shows in the log-probs.

@@ -93,7 +93,7 @@ def _prepare(raw: Json) -> Json:
 
 
 def _with_width(raw: Json) -> Json:
-    """Computes the width of the dense MLP, of which config.json has ingredients."""
+    """Computes the width of the dense MLP from the keys that it depends on."""
     raw = _prepare(raw)
     width = integer(raw, "block_ff_dim", integer(raw, "intermediate_size", 12288))
     if flag(raw, "block_auto_adjust_ff_dim", True):

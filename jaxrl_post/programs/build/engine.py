@@ -73,7 +73,12 @@ def make_engine(
         exact: as `EngineConfig` has it.
         kept_ids: as `EngineConfig` has it.
         kernels: as `Engine` has it.
+
+    Raises:
+        ConfigError: guesses, for a model with states or by one.
     """
+    if rollout.guesses:
+        _check_states("guesses", model.config)
     sizes = engine_sizes(
         rollout,
         split_size("batch", weights.mesh, model.rules.with_context_as_batch()),
@@ -98,6 +103,14 @@ def make_engine(
     )
 
 
+def _check_states(option: str, config: ModelConfig) -> None:
+    if config.has_states:
+        raise ConfigError(
+            f"--rollout.{option}: layers of {config.model_type} carry a state, which "
+            "cannot be taken back where a guess was wrong; drop the option"
+        )
+
+
 def sampler_memory(
     rollout: RolloutConfig, model: Model, weights: SamplerLayout, *, versions: int = 1
 ) -> SamplerMemory:
@@ -112,6 +125,8 @@ def sampler_memory(
     Raises:
         ConfigError, MeshError: as `make_engine`.
     """
+    if rollout.guesses:
+        _check_states("guesses", model.config)
     rules, mesh = model.rules.with_context_as_batch(), weights.mesh
     split = split_size("batch", mesh, rules)
     sizes = engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
@@ -153,6 +168,7 @@ def _open_draft(
         config, params = pretrained.load(directory, head="lm", weights=read, **layout)
     except MeshError as error:
         raise MeshError(f"--rollout.draft: {error}") from error
+    _check_states("draft", config)
     context = context_of(config)
     if context < longest:
         raise ConfigError(

@@ -35,6 +35,8 @@ ROWS, LENGTH = 2, 8
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+# `out_proj` is of convolutions and of attention.
+CONVOLVED = ["in_proj", "out_proj", "q_proj", "w1", "w2", "w3"]
 LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DORA_RS = {"use_dora": True, "use_rslora": True}
 DOWN = ["mlp.experts.down_proj"]
@@ -103,6 +105,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss-experts": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
     "deepseek_v3-experts": {"target_modules": LATENT, "target_parameters": EXPERTS},
     "glm4_moe-experts": {"target_modules": [], "target_parameters": EXPERTS},
+    "lfm2-joined": {"target_modules": CONVOLVED},
+    "lfm2_biases_untied-dora": {"target_modules": CONVOLVED, "use_dora": True},
 }
 
 
