@@ -148,7 +148,7 @@ def test_a_sample_that_is_taken_back_continues():
 
 
 def test_a_stop_string_leaves_no_state_behind():
-    """The device knows nothing of it: the next burst is running and goes on."""
+    """The device does not know of it: the next burst is running already."""
     rng = random.Random(8)
     prompt = draw(rng, 9)
     text = "".join
