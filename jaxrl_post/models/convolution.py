@@ -15,7 +15,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import add_bias, norm, project
 from jaxrl_post.models.params import LayerParams, ShortConvolutionParams
 from jaxrl_post.sharding import Rules, constrain
-from jaxrl_post.types import Array, Float, Int
+from jaxrl_post.types import Array, Float, Int, previous_tokens
 
 __all__ = ["earlier_tokens", "exact_convolution", "short_convolution"]
 
@@ -107,25 +107,30 @@ def exact_convolution(
 
 
 def earlier_tokens(
-    previous: Int[Array, "batch length"],
     positions: Int[Array, "batch length"],
+    ends: Int[Array, "batch length"] | None,
     distances: int,
 ) -> Int[Array, "distances batch length"]:
     """Finds the tokens before each token on its path.
 
     Args:
-        previous: as `TokenBatch.previous`.
         positions: int32, along the paths.
+        ends: as `TokenBatch.ends`; None if each row is one sequence.
         distances: number of tokens before each one.
 
     Returns:
         int32, the place in its row of the token 1, 2, ... `distances` before; -1 where
         the path has none.
 
-    >>> positions = jnp.array([[0, 1, 2, 1]])
-    >>> earlier_tokens(jnp.array([[0, 0, 1, 0]]), positions, 2).tolist()
-    [[[-1, 0, 1, 0]], [[-1, -1, 0, -1]]]
+    >>> two_answers = jnp.array([[0, 1, 1, 2]]), jnp.array([[4, 2, 4, 4]])
+    >>> earlier_tokens(*two_answers, distances=2).tolist()
+    [[[-1, 0, 0, 2]], [[-1, -1, -1, 0]]]
     """
+    if ends is None:
+        before = jnp.arange(positions.shape[1], dtype=jnp.int32) - 1
+        previous = jnp.broadcast_to(before, positions.shape)
+    else:
+        previous = previous_tokens(ends)
     found, before = [], previous
     for distance in range(1, distances + 1):
         found.append(jnp.where(positions >= distance, before, -1))

@@ -19,7 +19,7 @@ from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
-from jaxrl_post.types import Array, Bool, Float, Int, previous_tokens
+from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
     "Execution",
@@ -250,11 +250,9 @@ def _run(
                 f"forward: the convolutions of {config.model_type} read the tokens "
                 "before each one, and cp cuts rows into chunks; use a mesh without cp"
             )
-        previous = previous_tokens(ends) if ends is not None else positions - 1
         distances = config.short_convolution.kernel - 1
-        place = dataclasses.replace(
-            place, earlier=earlier_tokens(previous, positions, distances)
-        )
+        earlier = earlier_tokens(positions, ends, distances)
+        place = dataclasses.replace(place, earlier=earlier)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
     if execution.scan and kv_view is None:

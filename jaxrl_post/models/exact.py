@@ -31,7 +31,7 @@ from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, MLPParams, param_specs
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
-from jaxrl_post.types import Array, Bool, Float, Int, previous_tokens
+from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["check_exact", "exact_forward"]
 
@@ -187,9 +187,8 @@ def _local(
     entries: list[LayerCache | StateCache] = []
     earlier = None
     if config.short_convolution is not None and cache is None:
-        previous = previous_tokens(ends) if ends is not None else positions - 1
         distances = config.short_convolution.kernel - 1
-        earlier = earlier_tokens(previous, positions, distances)
+        earlier = earlier_tokens(positions, ends, distances)
     for index, layer in enumerate(layers):
         before = None if cache is None else cache.layer(index)
         if layer.convolution is not None:
