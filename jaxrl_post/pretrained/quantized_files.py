@@ -1,4 +1,4 @@
-"""Dequantises FP8 and MXFP4 checkpoints while they are read.
+"""Dequantises FP8, MXFP4 and INT4 checkpoints while they are read.
 
 A quantised tensor is stored as codes and scales. They become one `Tensor` with the name
 of the unquantised release. A region of this tensor is computed from the regions of
@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.layout import Index
+from jaxrl_post.pretrained.packed_files import without_packed
 from jaxrl_post.pretrained.tensor_files import Tensor
 
 __all__ = ["dequantized"]
@@ -40,7 +41,8 @@ def dequantized(
 
     Methods: "fp8", E4M3 times one float scale per block or per tensor (DeepSeek-V3,
     arXiv:2412.19437, 3.3.2); "mxfp4", E2M1 times one power of two per 32 elements (OCP
-    Microscaling Formats v1.0), as in the experts of gpt-oss.
+    Microscaling Formats v1.0), as in the experts of gpt-oss; "compressed-tensors",
+    integers of 4 bits, as in Kimi K2.5.
 
     Args:
         tensors: the checkpoint's tensors.
@@ -64,10 +66,13 @@ def dequantized(
         return _without_fp8(tensors, block)
     if method == "mxfp4":
         return _without_mxfp4(tensors)
+    if method == "compressed-tensors":
+        return without_packed(tensors, settings, config_file)
     raise CheckpointError(
-        f"{config_file}: quantization_config: quant_method must be fp8 or mxfp4 to be "
-        f"read; got {method!r}; use the model's unquantised release, or write one with "
-        f"transformers: from_pretrained(DIRECTORY).dequantize()"
+        f"{config_file}: quantization_config: quant_method must be fp8, mxfp4 or "
+        f"compressed-tensors to be read; got {method!r}; use the model's unquantised "
+        "release, or write one with transformers: "
+        "from_pretrained(DIRECTORY).dequantize()"
     )
 
 

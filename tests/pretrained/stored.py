@@ -11,6 +11,8 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "uint8": "U8",
     "int8": "I8",
+    "int32": "I32",
+    "int64": "I64",
 }
 FILE = Path("memory.safetensors")
 

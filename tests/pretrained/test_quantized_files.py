@@ -299,7 +299,7 @@ def test_unquantised_checkpoints_are_left_alone():
 def test_methods_that_are_not_read(quantization, method):
     with pytest.raises(
         CheckpointError,
-        match=rf"config\.json: quantization_config: quant_method must be fp8 or mxfp4 "
-        rf"to be read; got {method}; use the model's unquantised release",
+        match=rf"config\.json: quantization_config: quant_method must be fp8, mxfp4 or "
+        rf"compressed-tensors to be read; got {method}; use the model's unquantised",
     ):
         read({}, quantization)
