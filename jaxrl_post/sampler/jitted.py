@@ -17,7 +17,7 @@ from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
-from jaxrl_post.sampler.pages import Pages, state_axes
+from jaxrl_post.sampler.pages import STATE_AXES, Pages
 from jaxrl_post.sampler.sampling import Drawing
 from jaxrl_post.sampler.scores import token_scores
 from jaxrl_post.sampler.sizes import EngineConfig
@@ -123,7 +123,7 @@ class DeviceFunctions:
         return Pages(
             jax.tree.map(of_keys, pages.keys),
             jax.tree.map(of_keys, pages.values),
-            jax.tree.map(partial(self._sharding, state_axes()), pages.states),
+            jax.tree.map(partial(self._sharding, STATE_AXES), pages.states),
         )
 
     @property

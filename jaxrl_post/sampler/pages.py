@@ -25,6 +25,7 @@ from jaxrl_post.sharding import Rules, dividing_axes
 from jaxrl_post.types import Array, HostOrDevice, Int
 
 __all__ = [
+    "STATE_AXES",
     "Pages",
     "Shared",
     "StateSlots",
@@ -33,12 +34,13 @@ __all__ = [
     "read_paths",
     "read_shared",
     "read_states",
-    "state_axes",
     "write_pages",
     "write_states",
 ]
 
 NO_TOKEN = jnp.iinfo(jnp.int32).max
+# Logical axes of a layer's states.
+STATE_AXES = ("batch", None, "channels")
 
 
 @struct.dataclass
@@ -147,11 +149,6 @@ def write_states(
     return jax.tree.map(
         lambda held, new: local(write)(held, new, targets), pages.states, new
     )
-
-
-def state_axes() -> tuple[str | None, ...]:
-    """The logical axes of a layer's states."""
-    return ("batch", None, "channels")
 
 
 def read_paths(
