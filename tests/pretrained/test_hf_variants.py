@@ -115,8 +115,8 @@ def test_other_quantisations_are_refused(saved):
     edit_config(saved, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(
         CheckpointError,
-        match=r"llama/config\.json: quantization_config: quant_method must be fp8 or "
-        r"mxfp4 to be read; got 'gptq'; use the model's unquantised release, or",
+        match=r"llama/config\.json: quantization_config: quant_method must be "
+        r"fp8, mxfp4 or compressed-tensors to be read; got 'gptq'; use the model's unquantised release, or",
     ):
         pretrained.load(saved)
 
