@@ -16,7 +16,6 @@ from jaxrl_post.models.config import (
     ModelConfig,
     QueryScaling,
     RopeScaling,
-    ShortConvolution,
 )
 from jaxrl_post.models.decoder import (
     forward,
@@ -27,10 +26,12 @@ from jaxrl_post.models.decoder import (
 )
 from jaxrl_post.models.experts import Routing
 from jaxrl_post.models.params import DecoderParams, param_specs
+from jaxrl_post.models.recurrences import GatedDelta, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
     "DecoderParams",
+    "GatedDelta",
     "Head",
     "Indexer",
     "KVCache",

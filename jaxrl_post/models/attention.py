@@ -26,6 +26,7 @@ __all__ = [
     "latent_parts",
     "query_key_value",
     "to_latents",
+    "with_gate",
 ]
 
 HEAD_AXES = ("batch", "length", "heads", "head_dim")
@@ -68,10 +69,10 @@ def grouped_query(
     Returns:
         The update of the residual stream, and the cache with these tokens.
     """
-    query, key, value = query_key_value(config, params, x, context)
+    query, key, value, gate = query_key_value(config, params, x, context)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     attended, entry = _attend(config, query, key, value, context, rules, params.sinks)
-    attended = attended.reshape(x.shape[0], -1)
+    attended = with_gate(attended, gate).reshape(x.shape[0], -1)
     return project(attended, params.output, params.output_bias, inputs=2), entry
 
 
@@ -84,10 +85,13 @@ def query_key_value(
     Float[Array, "batch length heads head_dim"],
     Float[Array, "batch length kv_heads head_dim"],
     Float[Array, "batch length kv_heads head_dim"],
+    Float[Array, "batch length heads head_dim"] | None,
 ]:
-    """Projects to rotated queries and keys, and to values."""
-    shape = context.positions.shape
+    """Projects to rotated queries and keys, to values, and to the gate, if any."""
+    shape, gate = context.positions.shape, None
     query = to_heads(x, params.query, params.query_bias, shape)
+    if config.attention_gate:
+        query, gate = jnp.split(query, 2, axis=-1)
     key = to_heads(x, params.key, params.key_bias, shape)
     value = to_heads(x, params.value, params.value_bias, shape)
     if params.query_norm is not None and params.key_norm is not None:
@@ -97,7 +101,15 @@ def query_key_value(
         bound = config.qkv_clip
         query, key, value = (jnp.clip(a, -bound, bound) for a in (query, key, value))
     query, key = _rotate(config, query, context), _rotate(config, key, context)
-    return _scaled(config, query, context), key, value
+    return _scaled(config, query, context), key, value, gate
+
+
+def with_gate(
+    attended: Float[Array, "*tokens heads head_dim"],
+    gate: Float[Array, "*tokens heads head_dim"] | None,
+) -> Float[Array, "*tokens heads head_dim"]:
+    """Multiplies the output of attention by the sigmoid of its gate, if any."""
+    return attended if gate is None else attended * jax.nn.sigmoid(gate)
 
 
 def latent_attention(

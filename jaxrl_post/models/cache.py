@@ -14,8 +14,9 @@ does not depend on the calls in which it and those before it were computed.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
@@ -30,10 +31,21 @@ from jaxrl_post.kernels.decode_attention import (
 )
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.recurrences import GatedDelta, ShortConvolution
+from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["KVCache", "KVView", "LayerCache", "SharedCache", "StateCache", "states"]
+__all__ = [
+    "DeltaState",
+    "KVCache",
+    "KVView",
+    "LayerCache",
+    "SharedCache",
+    "StateCache",
+    "state_specs",
+    "states",
+]
 
 
 @runtime_checkable
@@ -54,12 +66,12 @@ class StateCache:
     """The state of one layer that has one in place of keys and values.
 
     Attributes:
-        state: [slots, ...], after the tokens before these.
+        state: an array [slots, ...], or several, after the tokens before these.
         counts: int32, number of tokens in this call that count in each slot. They come
             first; the others do not change the state. None if all count.
     """
 
-    state: Float[Array, "slots ..."]
+    state: Any
     counts: Int[Array, " slots"] | None = None
 
     replace = dataclasses.replace
@@ -142,8 +154,8 @@ class KVCache:
         values: as the keys.
         starts: int32, position of the first entry of each slot; None: 0.
         shared: keys and values that slots share; None if there are none.
-        states: the state of each layer that has one, None for a layer with keys; ()
-            if no layer has one.
+        states: the state of each layer that has one, as `state_specs` has it; None
+            for a layer with keys; () if no layer has one.
         counts: as `StateCache.counts`; None if all tokens count.
     """
 
@@ -151,7 +163,7 @@ class KVCache:
     values: tuple[Entries | None, ...]
     starts: Int[Array, " slots"] | None = None
     shared: SharedCache | None = None
-    states: tuple[Array | None, ...] = ()
+    states: tuple[Any, ...] = ()
     counts: Int[Array, " slots"] | None = None
 
     @classmethod
@@ -178,7 +190,7 @@ class KVCache:
 
         def fresh(width: int) -> tuple[Entries | None, ...]:
             return tuple(
-                one(width) if config.convolution(layer) is None else None
+                one(width) if config.recurrent(layer) is None else None
                 for layer in range(config.num_layers)
             )
 
@@ -194,9 +206,7 @@ class KVCache:
         """Returns one layer's part."""
         shared, keys, values = self.shared, self.keys[index], self.values[index]
         if keys is None or values is None:
-            state = self.states[index]
-            assert state is not None
-            return StateCache(state, self.counts)
+            return StateCache(self.states[index], self.counts)
         together = None
         if shared is not None:
             key, value = shared.keys[index], shared.values[index]
@@ -214,13 +224,57 @@ class KVCache:
             self,
             keys=tuple(each and each.keys for each in keyed),
             values=tuple(each and each.values for each in keyed),
-            states=tuple(each and each.state for each in held) if self.states else (),
+            states=tuple(None if each is None else each.state for each in held)
+            if self.states
+            else (),
         )
 
 
-def states(
-    config: ModelConfig, slots: int, dtype: DTypeLike
-) -> tuple[Array | None, ...]:
+@struct.dataclass
+class DeltaState[Leaf]:
+    """The state of a gated delta net.
+
+    Attributes:
+        memory: float32 [slots, heads, key_dim, value_dim].
+        query: [slots, kernel - 1, key_heads, key_dim], what the convolution of queries
+            has of the last tokens, the oldest first.
+        key: the same, of keys.
+        value: [slots, kernel - 1, heads, value_dim].
+    """
+
+    memory: Leaf
+    query: Leaf
+    key: Leaf
+    value: Leaf
+
+
+def state_specs(config: ModelConfig) -> tuple[Any, ...]:
+    """Specs of a sequence's state in each layer that has one; None for the others."""
+    if not config.has_states:
+        return ()
+
+    def one(layer: int) -> Any:
+        kind = config.recurrent(layer)
+        if isinstance(kind, ShortConvolution):
+            shape, axes = (kind.kernel - 1, config.hidden_size), ("kernel", "channels")
+            return ParamSpec(shape, axes, init="zeros")
+        if isinstance(kind, GatedDelta):
+            by_key = kind.kernel - 1, kind.key_heads, kind.key_dim
+            by_value = kind.kernel - 1, kind.value_heads, kind.value_dim
+            axes = "kernel", "heads", "head_dim"
+            memory = kind.value_heads, kind.key_dim, kind.value_dim
+            return DeltaState(
+                memory=ParamSpec(memory, axes[1:] + axes[2:], wide=True),
+                query=ParamSpec(by_key, axes),
+                key=ParamSpec(by_key, axes),
+                value=ParamSpec(by_value, axes),
+            )
+        return None
+
+    return tuple(map(one, range(config.num_layers)))
+
+
+def states(config: ModelConfig, slots: int, dtype: DTypeLike) -> tuple[Any, ...]:
     """Makes the states before a first token, as in `KVCache.states`.
 
     Args:
@@ -228,15 +282,9 @@ def states(
         slots: number of sequences.
         dtype: of the cache; states are not quantised, and float32 if it is.
     """
-    if not config.has_states:
-        return ()
     wide = jnp.float32 if jnp.dtype(dtype).name in CODE_DTYPES else dtype
-
-    def one(layer: int) -> Array | None:
-        convolution = config.convolution(layer)
-        if convolution is None:
-            return None
-        shape = slots, convolution.kernel - 1, config.hidden_size
-        return jnp.zeros(shape, wide)
-
-    return tuple(map(one, range(config.num_layers)))
+    return jax.tree.map(
+        lambda spec: jnp.zeros((slots, *spec.shape), spec.dtype(wide)),
+        state_specs(config),
+        is_leaf=is_spec,
+    )

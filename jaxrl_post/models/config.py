@@ -8,6 +8,8 @@ precision are configured elsewhere.
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxrl_post.models.recurrences import Recurrence
+
 __all__ = [
     "Activation",
     "Head",
@@ -17,7 +19,6 @@ __all__ = [
     "ModelConfig",
     "QueryScaling",
     "RopeScaling",
-    "ShortConvolution",
 ]
 
 # The output layer on the last hidden state: logits of the vocabulary; one value, as in
@@ -217,35 +218,6 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True)
-class ShortConvolution:
-    """Gated short convolutions, which take the place of attention in some layers.
-
-    From B, C and x, three projections of a token, u = B x. The output is the projection
-    of C y, where y sums the u of the token and of the kernel - 1 tokens before it on
-    its path, each channel with weights of its own.
-
-    Attributes:
-        kernel: number of tokens of a sum, at least 2.
-        layers: the layers that have a convolution instead of attention.
-        bias: whether the projections and the sums have biases.
-
-    References:
-        LFM2 Technical Report, arXiv:2511.23404, section 2.
-    """
-
-    kernel: int
-    layers: tuple[int, ...]
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kernel < 2:
-            raise ValueError(
-                f"config: short_convolution.kernel must be at least 2; got "
-                f"{self.kernel}"
-            )
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """The architecture and sizes of a decoder; hashable, a static jit argument.
 
@@ -291,8 +263,10 @@ class ModelConfig:
         logit_divisor: divisor of the logits, applied before the softcap.
         latent: multi-head latent attention; None for grouped-query attention.
         experts: a mixture of experts instead of the MLP; None for dense layers.
-        short_convolution: convolutions in place of attention in some layers; None for
-            attention in all.
+        recurrence: layers that carry a state in place of attention, and what they are;
+            None for attention in all.
+        attention_gate: attention's output is multiplied by the sigmoid of a gate, which
+            the second half of the queries' projection gives for each head.
         initializer_range: standard deviation of initial matrices and embeddings.
         head: output layer on the last hidden state.
 
@@ -337,7 +311,8 @@ class ModelConfig:
     logit_divisor: float = 1.0
     latent: LatentAttention | None = None
     experts: MixtureOfExperts | None = None
-    short_convolution: ShortConvolution | None = None
+    recurrence: Recurrence | None = None
+    attention_gate: bool = False
     initializer_range: float = 0.02
     head: Head = "lm"
 
@@ -397,12 +372,11 @@ class ModelConfig:
                 f"got {len(self.windows)} entries"
             )
         dense = () if self.experts is None else self.experts.dense_layers
-        convolution = self.short_convolution
-        convolved = () if convolution is None else convolution.layers
+        recurrent = () if self.recurrence is None else self.recurrence.layers
         for name, layers in (
             ("unrotated_layers", self.unrotated_layers),
             ("experts.dense_layers", dense),
-            ("short_convolution.layers", convolved),
+            ("recurrence.layers", recurrent),
         ):
             if any(not 0 <= layer < self.num_layers for layer in layers):
                 raise ValueError(
@@ -443,20 +417,20 @@ class ModelConfig:
         experts = self.experts
         return None if experts is None or layer in experts.dense_layers else experts
 
-    def convolution(self, layer: int) -> ShortConvolution | None:
-        """The short convolution of a layer, None for a layer with attention."""
-        found = self.short_convolution
+    def recurrent(self, layer: int) -> Recurrence | None:
+        """The recurrence of a layer, None for a layer with attention."""
+        found = self.recurrence
         return None if found is None or layer not in found.layers else found
 
     @property
     def attention_layers(self) -> int:
         """Number of layers with attention."""
-        return sum(self.convolution(i) is None for i in range(self.num_layers))
+        return sum(self.recurrent(i) is None for i in range(self.num_layers))
 
     @property
     def has_states(self) -> bool:
         """Whether layers carry a state along the sequence, next to keys and values."""
-        return self.short_convolution is not None
+        return self.recurrence is not None
 
     @property
     def indexer(self) -> Indexer | None:

@@ -17,7 +17,13 @@ from jaxrl_post.models.params import LayerParams, ShortConvolutionParams
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int, previous_tokens
 
-__all__ = ["earlier_tokens", "exact_convolution", "short_convolution"]
+__all__ = [
+    "earlier_tokens",
+    "exact_convolution",
+    "inputs_before",
+    "short_convolution",
+    "weighted_sum",
+]
 
 
 def short_convolution(
@@ -44,12 +50,7 @@ def short_convolution(
     inputs = constrain(_inputs(params, x), ("batch", "channels"), rules)
     inputs = inputs.reshape(*shape, -1)
     distances = params.kernel.shape[0] - 1
-    after = None
-    if entry is None:
-        assert earlier is not None
-        seen = [_at(inputs, each) for each in earlier[::-1]]
-    else:
-        seen, after = _with_state(inputs, entry, distances)
+    seen, after = _before(inputs, distances, earlier, entry)
     seen = [each.reshape(x.shape[0], -1) for each in (*seen, inputs)]
     product = constrain(_gated(params, x, seen), ("batch", "channels"), rules)
     update = project(product, params.outputs)
@@ -92,12 +93,7 @@ def exact_convolution(
 
     inputs = map_tiles(lambda x: _inputs(params, normed(x)), [states], rows.count)
     whole = rows.put(inputs).reshape(*shape, -1)
-    after = None
-    if entry is None:
-        assert earlier is not None
-        seen = [_at(whole, each) for each in earlier[::-1]]
-    else:
-        seen, after = _with_state(whole, entry, params.kernel.shape[0] - 1)
+    seen, after = _before(whole, params.kernel.shape[0] - 1, earlier, entry)
     seen = [rows.take(each.reshape(-1, each.shape[-1])) for each in seen]
 
     def part(x: Array, *seen: Array) -> Array:
@@ -148,32 +144,81 @@ def _gated(
     params: ShortConvolutionParams[Array], x: Array, seen: Sequence[Array]
 ) -> Array:
     """The sums over the inputs that a token sees, the oldest first, gated by C."""
-    kernel = params.kernel.astype(jnp.float32)
-    mixed = kernel[0] * seen[0].astype(jnp.float32)
-    for weight, each in zip(kernel[1:], seen[1:], strict=True):
-        mixed = mixed + weight * each.astype(jnp.float32)
+    mixed = weighted_sum(params.kernel, seen)
     if params.kernel_bias is not None:
         mixed = mixed + params.kernel_bias.astype(jnp.float32)
     gate = project(x, params.output_gate, params.output_gate_bias)
     return gate * mixed.astype(x.dtype)
 
 
-def _with_state(
-    inputs: Array, entry: StateCache, distances: int
-) -> tuple[list[Array], StateCache]:
-    """The inputs before each token, the oldest first, and the state afterwards."""
+def weighted_sum(
+    kernel: Float[Array, "kernel *channels"], seen: Sequence[Float[Array, "..."]]
+) -> Float[Array, "..."]:
+    """Sums inputs, the oldest token's first, each channel by weights of its own.
+
+    Args:
+        kernel: any float dtype.
+        seen: the inputs of each distance, whose last dims are the channels.
+
+    Returns:
+        float32.
+    """
+    wide = kernel.astype(jnp.float32)
+    mixed = wide[0] * seen[0].astype(jnp.float32)
+    for weight, each in zip(wide[1:], seen[1:], strict=True):
+        mixed = mixed + weight * each.astype(jnp.float32)
+    return mixed
+
+
+def inputs_before(
+    inputs: Float[Array, "batch length *channels"],
+    distances: int,
+    earlier: Int[Array, "distances batch length"] | None,
+    state: Float[Array, "batch distances *channels"] | None,
+    counts: Int[Array, " batch"] | None,
+) -> tuple[list[Float[Array, "batch length *channels"]], Array | None]:
+    """The inputs of the tokens before each token, the oldest first.
+
+    Args:
+        inputs: of the tokens.
+        distances: number of tokens before each one.
+        earlier: of `earlier_tokens`; None with a state.
+        state: the inputs of the tokens before the first, the oldest first.
+        counts: as `StateCache.counts`.
+
+    Returns:
+        The inputs by distance, and the state after the counted tokens.
+    """
+    if state is None:
+        assert earlier is not None
+        return [_at(inputs, each) for each in earlier[::-1]], None
     rows, length = inputs.shape[:2]
-    line = jnp.concatenate([entry.state.astype(inputs.dtype), inputs], axis=1)
-    counts = entry.counts
+    line = jnp.concatenate([state.astype(inputs.dtype), inputs], axis=1)
     if counts is None:
         counts = jnp.full((rows,), length, jnp.int32)
     last = counts[:, None] + jnp.arange(distances, dtype=jnp.int32)
-    kept = jnp.take_along_axis(line, last[..., None], axis=1)
-    after = entry.replace(state=kept.astype(entry.state.dtype))
-    return [line[:, i : i + length] for i in range(distances)], after
+    kept = _taken(line, last).astype(state.dtype)
+    return [line[:, i : i + length] for i in range(distances)], kept
+
+
+def _before(
+    inputs: Array, distances: int, earlier: Array | None, entry: StateCache | None
+) -> tuple[list[Array], StateCache | None]:
+    """As `inputs_before`, with a layer's part of a cache."""
+    if entry is None:
+        return inputs_before(inputs, distances, earlier, None, None)[0], None
+    seen, kept = inputs_before(inputs, distances, None, entry.state, entry.counts)
+    return seen, entry.replace(state=kept)
 
 
 def _at(inputs: Array, places: Array) -> Array:
     """The inputs at places of the rows, 0 at -1."""
-    found = jnp.take_along_axis(inputs, jnp.maximum(places, 0)[..., None], axis=1)
-    return jnp.where(places[..., None] >= 0, found, 0)
+    found = _taken(inputs, jnp.maximum(places, 0))
+    there = places.reshape(*places.shape, *[1] * (inputs.ndim - 2)) >= 0
+    return jnp.where(there, found, 0)
+
+
+def _taken(array: Array, places: Array) -> Array:
+    """Entries of the second dim, one list of places a row."""
+    wide = places.reshape(*places.shape, *[1] * (array.ndim - 2))
+    return jnp.take_along_axis(array, wide, axis=1)

@@ -13,10 +13,10 @@ from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.attention import Context, grouped_query, latent_attention
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.convolution import earlier_tokens, short_convolution
 from jaxrl_post.models.experts import Routing, mixture, routing
 from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap
 from jaxrl_post.models.params import DecoderParams, LayerParams
+from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -215,8 +215,8 @@ class _Place:
     local_tables: tuple[Array, Array]
     mask: Array | None
     entry: LayerCache | StateCache | None
-    # As `earlier_tokens` has it; None with a cache, or without convolutions.
-    earlier: Array | None = None
+    # None with a cache, or for a model without states.
+    past: Past | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
 
 
@@ -244,15 +244,14 @@ def _run(
         local = rope_tables(config, positions, local=True)
     seen = positions, ends, indices, tables, local, mask
     place = _Place(*seen, None, kernels=execution.kernels)
-    if config.short_convolution is not None and kv_view is None:
+    if config.has_states and kv_view is None:
         if indices is not None:
             raise ValueError(
-                f"forward: the convolutions of {config.model_type} read the tokens "
-                "before each one, and cp cuts rows into chunks; use a mesh without cp"
+                f"forward: layers of {config.model_type} carry a state from token to "
+                "token, and cp cuts rows into chunks; use a mesh without cp"
             )
-        distances = config.short_convolution.kernel - 1
-        earlier = earlier_tokens(positions, ends, distances)
-        place = dataclasses.replace(place, earlier=earlier)
+        past = Past.of(config, positions, ends)
+        place = dataclasses.replace(place, past=past)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     entries, routed = [], []
     if execution.scan and kv_view is None:
@@ -315,7 +314,7 @@ def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
             config.window(i),
             config.layer_experts(i),
             i in config.unrotated_layers,
-            config.convolution(i),
+            config.recurrent(i),
         )
         for i in range(config.num_layers)
     ]
@@ -353,7 +352,7 @@ def _layer(
     hidden: Array,
     place: _Place,
 ) -> tuple[Array, LayerCache | StateCache | None, Any]:
-    """Runs one layer: attention or a convolution, then the MLP or experts."""
+    """Runs one layer: attention or a recurrence, then the MLP or experts."""
 
     def normed(x: Array, weight: Array | None) -> Array:
         return x if weight is None else norm(config, x, weight)
@@ -393,14 +392,12 @@ def _mixed(
     place: _Place,
     rules: Rules,
 ) -> tuple[Array, LayerCache | StateCache | None]:
-    """Attention or a short convolution."""
+    """Attention or a recurrence."""
     entry = place.entry
-    if params.convolution is not None:
+    if params.attention is None:
         assert not isinstance(entry, LayerCache)
         shape = place.positions.shape
-        return short_convolution(
-            params.convolution, x, shape, place.earlier, entry, rules
-        )
+        return recurrent(config, params, x, shape, place.past, entry, rules)
     assert not isinstance(entry, StateCache)
     window = config.window(index)
     tables = place.tables if window is None else place.local_tables

@@ -21,14 +21,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
-from jaxrl_post.models.cache import KVCache, LayerCache, StateCache
+from jaxrl_post.models.cache import KVCache, LayerCache, StateCache, state_specs
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.convolution import earlier_tokens, exact_convolution
 from jaxrl_post.models.exact_attention import Paths, exact_attention
 from jaxrl_post.models.experts import partial_mixture
 from jaxrl_post.models.layers import add_bias, embed, gated, norm, project, scaled
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, MLPParams, param_specs
+from jaxrl_post.models.recurrences import GatedDelta
+from jaxrl_post.models.recurrent import Past, exact_recurrent
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -74,7 +75,8 @@ class _Split(NamedTuple):
         kv_heads: axes that split the key/value heads; () if all devices have them all.
         ffn: axes that split dense MLPs.
         expert_ffn: axes that split experts.
-        channels: axes that split the channels of convolutions.
+        states: axes that split the channels of convolutions, or the heads of delta
+            nets.
     """
 
     batch: tuple[str, ...] = ()
@@ -82,7 +84,7 @@ class _Split(NamedTuple):
     kv_heads: tuple[str, ...] = ()
     ffn: tuple[str, ...] = ()
     expert_ffn: tuple[str, ...] = ()
-    channels: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
 
 
 def exact_forward(
@@ -127,15 +129,21 @@ def exact_forward(
         expert_ffn=()
         if config.experts is None
         else dividing_axes("expert_ffn", config.experts.expert_size, mesh, rules),
-        channels=dividing_axes("channels", config.hidden_size, mesh, rules),
+        states=dividing_axes(*_state_axis(config), mesh, rules),
     )
     of_rows = P(split.batch)
     of_cache = jax.tree.map(lambda _: P(split.batch, split.kv_heads), cache)
     if cache is not None:
-        of_state = P(split.batch, None, split.channels)
+        of_states = jax.tree.map(
+            lambda spec: P(
+                split.batch, *(split.states if a in SPLIT else None for a in spec.axes)
+            ),
+            state_specs(config),
+            is_leaf=is_spec,
+        )
         of_cache = dataclasses.replace(
             of_cache,
-            states=jax.tree.map(lambda _: of_state, cache.states),
+            states=of_states,
             counts=None if cache.counts is None else of_rows,
         )
     specs = param_specs(config)
@@ -152,6 +160,16 @@ def exact_forward(
         out_specs=(of_rows, of_cache),
         check_vma=False,
     )(weights, *arrays)
+
+
+def _state_axis(config: ModelConfig) -> tuple[str | None, int]:
+    """The logical axis along which states are split, and its size."""
+    kind = config.recurrence
+    if kind is None:
+        return None, 1
+    if isinstance(kind, GatedDelta):
+        return "heads", kind.key_heads
+    return "channels", config.hidden_size
 
 
 def _weight_specs(weights: Any, specs: Any, mesh: Any, rules: Rules) -> Any:
@@ -185,18 +203,17 @@ def _local(
     paths = Paths.of(positions, counted, ends, rows)
     states = rows.take(hidden.reshape(-1, hidden.shape[-1]))
     entries: list[LayerCache | StateCache] = []
-    earlier = None
-    if config.short_convolution is not None and cache is None:
-        distances = config.short_convolution.kernel - 1
-        earlier = earlier_tokens(positions, ends, distances)
+    past = None
+    if cache is None:
+        past = Past.of(config, positions, ends, exact=True)
     for index, layer in enumerate(layers):
         before = None if cache is None else cache.layer(index)
-        if layer.convolution is not None:
+        if layer.attention is None:
             assert not isinstance(before, LayerCache)
-            part, entry = exact_convolution(
-                config, layer, rows, states, earlier, before, shape
+            part, entry = exact_recurrent(
+                config, layer, rows, states, past, before, shape
             )
-            axes = split.channels
+            axes = split.states
         else:
             assert not isinstance(before, StateCache)
             part, entry = exact_attention(

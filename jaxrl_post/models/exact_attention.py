@@ -25,6 +25,7 @@ from jaxrl_post.models.attention import (
     latent_parts,
     query_key_value,
     to_latents,
+    with_gate,
 )
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import ModelConfig
@@ -165,7 +166,7 @@ def exact_attention(
     rows, up = paths.rows, None
     if isinstance(params.attention, LatentAttentionParams):
         up = _latent_up(config, params.attention, states, rows)
-    query, *entries = map_tiles(
+    query, gate, *entries = map_tiles(
         functools.partial(_projected, config, index, params, up),
         [states, rows.take(paths.positions)],
         rows.count,
@@ -210,7 +211,9 @@ def exact_attention(
     )
     sinks = getattr(params.attention, "sinks", None)
     attended = attend_paths(settings, query, tasks, fetch, sinks)
-    part = map_tiles(functools.partial(_mixed, params, up), [attended], rows.count)
+    gates = [] if gate is None else [gate]
+    mixed = functools.partial(_mixed, params, up)
+    part = map_tiles(mixed, [attended, *gates], rows.count)
     return part, entry
 
 
@@ -248,10 +251,10 @@ def _projected(
     up: _LatentUp | None,
     hidden: Array,
     positions: Array,
-) -> tuple[Array, ...]:
-    """Queries, keys and values of a tile, [TILE, heads, head_dim] each.
+) -> tuple[Array | None, ...]:
+    """Queries, gates, keys and values of a tile, [TILE, heads, head_dim] each.
 
-    With latent attention, queries and entries.
+    With latent attention, queries, no gates, and entries.
     """
     window, at = config.window(index), positions[None]
     tables = None
@@ -263,20 +266,27 @@ def _projected(
     if params.attention_norm is not None:
         x = norm(config, x, params.attention_norm)
     if up is None:
-        found = query_key_value(config, attention, x, context)  # type: ignore[arg-type]
+        query, *entries, gate = query_key_value(config, attention, x, context)  # type: ignore[arg-type]
     else:
         assert config.latent is not None
         assert isinstance(attention, LatentAttentionParams)
         parts = latent_parts(config, config.latent, attention, x, context)
-        found = to_latents(parts, up.key)
-    return tuple(heads[0] for heads in found)
+        query, *entries = to_latents(parts, up.key)
+        gate = None
+    found = query, gate, *entries
+    return tuple(None if heads is None else heads[0] for heads in found)
 
 
-def _mixed(params: LayerParams[Array], up: _LatentUp | None, attended: Array) -> Array:
+def _mixed(
+    params: LayerParams[Array],
+    up: _LatentUp | None,
+    attended: Array,
+    gate: Array | None = None,
+) -> Array:
     """This device's part of the output of attention."""
     if up is not None:
         attended = from_latents(attended[None], up.value)[0]
-    flat = attended.reshape(attended.shape[0], -1)
+    flat = with_gate(attended, gate).reshape(attended.shape[0], -1)
     assert params.attention is not None
     return project(flat, params.attention.output, inputs=2)
 

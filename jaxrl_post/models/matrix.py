@@ -36,7 +36,7 @@ __all__ = [
 # The logical axis, if any, of every dim of an array.
 type Axes = tuple[str | None, ...]
 
-# The matrices of attention, convolutions, dense and shared MLPs, and routed experts:
+# The matrices of attention, recurrences, dense and shared MLPs, and routed experts:
 # the number of input dims that a product sums over. They come first, or after the
 # experts dim.
 INPUT_DIMS = {
@@ -52,6 +52,8 @@ INPUT_DIMS = {
     "output_gate": 1,
     "inputs": 1,
     "outputs": 1,
+    "beta": 1,
+    "decay": 1,
     "gate": 1,
     "up": 1,
     "down": 1,
@@ -61,7 +63,8 @@ INPUT_DIMS = {
 }
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PLACE = re.compile(
-    r"layers\.\d+\.(attention|convolution|mlp|experts\.shared|experts)\.(\w+)"
+    r"layers\.\d+\."
+    r"(attention|convolution|delta|mlp|experts\.shared|experts)\.(\w+)"
 )
 
 
@@ -180,9 +183,8 @@ def dense(
 def matrices(tree: PyTree) -> dict[str, Any]:
     """Returns by path all matrices that the decoder uses in `multiply` and `grouped`.
 
-    They are the matrices of attention, convolutions, dense and shared MLPs, and routed
-    experts.
-    Routers, embeddings and heads do not belong to them.
+    They are the matrices of attention and recurrences, dense and shared MLPs, and
+    routed experts. Routers, embeddings and heads do not belong to them.
 
     Args:
         tree: DecoderParams of arrays, of Matrices or of ParamSpecs.

@@ -14,14 +14,15 @@ from jaxrl_post.models.config import (
     LatentAttention,
     MixtureOfExperts,
     ModelConfig,
-    ShortConvolution,
 )
+from jaxrl_post.models.recurrences import GatedDelta, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, is_spec
 
 __all__ = [
     "AttentionParams",
     "DecoderParams",
     "ExpertsParams",
+    "GatedDeltaParams",
     "IndexerParams",
     "LatentAttentionParams",
     "LayerParams",
@@ -37,11 +38,11 @@ class AttentionParams[Leaf]:
     """Projections of grouped-query attention; None for parts that a family lacks.
 
     Attributes:
-        query: [hidden, heads, head_dim].
+        query: [hidden, heads, head_dim]; with `attention_gate`, twice as many dims.
         key: [hidden, kv_heads, head_dim].
         value: [hidden, kv_heads, head_dim].
         output: [heads, head_dim, hidden].
-        query_bias: [heads, head_dim].
+        query_bias: [heads, head_dim], as the queries.
         key_bias: [kv_heads, head_dim].
         value_bias: [kv_heads, head_dim].
         output_bias: [hidden].
@@ -145,6 +146,41 @@ class ShortConvolutionParams[Leaf]:
 
 
 @struct.dataclass
+class GatedDeltaParams[Leaf]:
+    """A gated delta net.
+
+    Attributes:
+        query: [hidden, key_heads, key_dim].
+        key: [hidden, key_heads, key_dim].
+        value: [hidden, heads, value_dim].
+        output_gate: [hidden, heads, value_dim].
+        beta: [hidden, heads], to the part of a value that is replaced.
+        decay: [hidden, heads], to the step of the decay.
+        query_kernel: [kernel, key_heads, key_dim], the oldest token's weights first.
+        key_kernel: as the queries'.
+        value_kernel: [kernel, heads, value_dim].
+        rate: [heads], logarithm of the rate of decay.
+        step_bias: [heads].
+        norm: [value_dim], which the norm multiplies by.
+        output: [heads, value_dim, hidden].
+    """
+
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    output_gate: Leaf
+    beta: Leaf
+    decay: Leaf
+    query_kernel: Leaf
+    key_kernel: Leaf
+    value_kernel: Leaf
+    rate: Leaf
+    step_bias: Leaf
+    norm: Leaf
+    output: Leaf
+
+
+@struct.dataclass
 class MLPParams[Leaf]:
     """Gated MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases."""
 
@@ -192,11 +228,12 @@ class LayerParams[Leaf]:
     """One decoder layer; the norms are [hidden].
 
     Attributes:
-        attention: grouped-query or latent attention; None for a convolution.
-        convolution: None if the layer has attention.
+        attention: grouped-query or latent attention; None if the layer has none.
+        convolution: None if the layer has no short convolution.
+        delta: None if the layer has no gated delta net.
         mlp: None if the layer has experts.
         experts: None if the layer has a dense MLP.
-        attention_norm: norm of the input of attention, or of the convolution.
+        attention_norm: norm of the input of attention, or of what is in its place.
         attention_post_norm: norm of its output.
         mlp_norm: norm of the MLP's input.
         mlp_post_norm: norm of the MLP's output.
@@ -204,6 +241,7 @@ class LayerParams[Leaf]:
 
     attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf] | None = None
     convolution: ShortConvolutionParams[Leaf] | None = None
+    delta: GatedDeltaParams[Leaf] | None = None
     mlp: MLPParams[Leaf] | None = None
     experts: ExpertsParams[Leaf] | None = None
     attention_norm: Leaf | None = None
@@ -286,10 +324,12 @@ def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
     experts, norm = config.layer_experts(layer), _norm(config, config.hidden_size)
     before = config.norm_placement in ("before", "both")
     after = config.norm_placement in ("after", "both")
-    convolution = config.convolution(layer)
+    kind = config.recurrent(layer)
+    convolved = isinstance(kind, ShortConvolution)
     return LayerParams(
-        attention=_mixing(config, layer) if convolution is None else None,
-        convolution=None if convolution is None else _convolution(config, convolution),
+        attention=_mixing(config, layer) if kind is None else None,
+        convolution=_convolution(config, kind) if convolved else None,
+        delta=_delta(config, kind) if isinstance(kind, GatedDelta) else None,
         mlp=_mlp(config, config.intermediate_size) if experts is None else None,
         experts=None if experts is None else _experts(config, experts),
         attention_norm=when(before, norm),
@@ -327,10 +367,34 @@ def _convolution(
     )
 
 
+def _delta(config: ModelConfig, delta: GatedDelta) -> GatedDeltaParams[ParamSpec]:
+    hidden, head_axes = config.hidden_size, ("heads", "head_dim")
+    by_key = delta.key_heads, delta.key_dim
+    by_value = delta.value_heads, delta.value_dim
+    into, of_kernel = ("embed", *head_axes), ("kernel", *head_axes)
+    each = (delta.value_heads,)
+    return GatedDeltaParams(
+        query=matrix((hidden, *by_key), into),
+        key=matrix((hidden, *by_key), into),
+        value=matrix((hidden, *by_value), into),
+        output_gate=matrix((hidden, *by_value), into),
+        beta=matrix((hidden, *each), ("embed", "heads")),
+        decay=matrix((hidden, *each), ("embed", "heads")),
+        query_kernel=matrix((delta.kernel, *by_key), of_kernel),
+        key_kernel=matrix((delta.kernel, *by_key), of_kernel),
+        value_kernel=matrix((delta.kernel, *by_value), of_kernel),
+        rate=ParamSpec(each, ("heads",), init="decay_rate", wide=True),
+        step_bias=ParamSpec(each, ("heads",), init="decay_step", wide=True),
+        norm=ones((delta.value_dim,), ("head_dim",)),
+        output=matrix((*by_value, hidden), (*head_axes, "embed")),
+    )
+
+
 def _attention(config: ModelConfig) -> AttentionParams[ParamSpec]:
     hidden, dim = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     head_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    asked = 2 * dim if config.attention_gate else dim
 
     def head_norm(count: int, axes: tuple[str, str]) -> ParamSpec | None:
         if config.qk_norm == "joint":
@@ -338,11 +402,11 @@ def _attention(config: ModelConfig) -> AttentionParams[ParamSpec]:
         return when(config.qk_norm == "head", _norm(config, dim, "head_dim"))
 
     return AttentionParams(
-        query=matrix((hidden, heads, dim), ("embed", *head_axes)),
+        query=matrix((hidden, heads, asked), ("embed", *head_axes)),
         key=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
         value=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
         output=matrix((heads, dim, hidden), (*head_axes, "embed")),
-        query_bias=when(config.qkv_bias, zeros((heads, dim), head_axes)),
+        query_bias=when(config.qkv_bias, zeros((heads, asked), head_axes)),
         key_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
         value_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
         output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),

@@ -27,7 +27,10 @@ class ParamSpec:
     Attributes:
         shape: the parameter's shape.
         axes: the logical axis of each dimension (see `sharding.rules`).
-        init: "normal" (standard deviation `scale`), "zeros" or "ones".
+        init: "normal" (standard deviation `scale`), "zeros" or "ones"; "decay_rate" and
+            "decay_step" of a recurrence: the logarithm of a number in [1, 16], and a
+            number whose softplus lies in [0.001, 0.1], so that a state decays over 1 to
+            1,000 tokens.
         scale: standard deviation of the "normal" initialiser.
         wide: float32 for every dtype of the model, where small differences matter.
         decay: whether weight decay applies; None applies it if `init` is "normal", as
@@ -36,7 +39,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    init: Literal["normal", "zeros", "ones"] = "normal"
+    init: Literal["normal", "zeros", "ones", "decay_rate", "decay_step"] = "normal"
     scale: float = 0.02
     wide: bool = False
     decay: bool | None = None
@@ -139,6 +142,12 @@ def _drawing(
     """
 
     def draw(key: Array) -> Array:
+        if spec.init == "decay_rate":
+            return jnp.log(jax.random.uniform(key, spec.shape, dtype, 1.0, 16.0))
+        if spec.init == "decay_step":
+            low, high = math.log(0.001), math.log(0.1)
+            step = jnp.exp(jax.random.uniform(key, spec.shape, dtype, low, high))
+            return step + jnp.log(-jnp.expm1(-step))  # The inverse of softplus.
         if spec.init != "normal":
             fill = jnp.zeros if spec.init == "zeros" else jnp.ones
             return fill(spec.shape, dtype)

@@ -22,7 +22,7 @@ type Index = tuple[slice, ...]
 type Fetch = Callable[[Index], np.ndarray]
 
 # How the parameters that share a tensor are ordered in it.
-Join = Literal["concat", "interleave"]
+Join = Literal["concat", "interleave", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class Weight:
             position, from 0, among the parameters that share the tensor.
         join: order of the parts' elements: "concat" stores one part after the other;
             "interleave" alternates the parts, so that element i of part p is at
-            i * parts + p.
+            i * parts + p; "grouped" divides each part into as many blocks as `groups`
+            says, and stores the first block of every part, then the second, ...
         dim: the tensor's dim along which the parts are joined; -1 is the last.
         also: names of the tensor in other releases of the family, with `*` and `%`.
             Loading takes the first name that exists; saving always uses `name`.
+        groups: for "grouped", path of a parameter with as many heads as groups.
 
     >>> Weight("model.layers.*.mlp.gate_up_proj.weight", "ffn embed", part=1).join
     'concat'
@@ -55,68 +57,110 @@ class Weight:
     join: Join = "concat"
     dim: int = 0
     also: tuple[str, ...] = ()
+    groups: str = ""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The elements of a tensor's dim that belong to a part: start, start + step, ...
+    """The elements of a tensor's dim that belong to a part, in blocks.
 
     Attributes:
         dim: the tensor's dim.
         start: index of the part's first element.
-        step: distance between two elements of the part.
+        block: elements that lie side by side; None for all.
+        stride: distance of the first elements of two blocks.
     """
 
     dim: int = 0
     start: int = 0
-    step: int = 1
+    block: int | None = None
+    stride: int = 0
 
     def read(self, fetch: Fetch, region: Index) -> np.ndarray:
         """Reads a region of the part.
 
-        For an interleaved part, the other parts' elements in between are fetched too,
-        because files are read in whole rows.
+        The other parts' elements between blocks are fetched too, because files are read
+        in whole rows.
 
         Args:
             fetch: reads a rectangular region of the tensor.
             region: region of the part; every slice has both its bounds.
         """
         wanted = region[self.dim]
-        length = wanted.stop - wanted.start
-        first = self.start + wanted.start * self.step
-        cover = slice(first, first + max(0, (length - 1) * self.step + 1))
+        places = self._places(wanted.start, wanted.stop)
+        first = last = int(self._places(wanted.start, wanted.start + 1)[0])
+        if len(places):
+            last = int(places[-1]) + 1
         before, after = region[: self.dim], region[self.dim + 1 :]
-        values = fetch((*before, cover, *after))
-        return values[(slice(None),) * self.dim + (slice(None, None, self.step),)]
+        values = fetch((*before, slice(first, last), *after))
+        if len(places) == last - first:
+            return values
+        return np.take(values, places - first, axis=self.dim)
 
-    def share(self, tensor: np.ndarray, size: int) -> np.ndarray:
-        """Returns a view of the tensor's elements of this part, `size` along `dim`."""
-        own = slice(self.start, self.start + (size - 1) * self.step + 1, self.step)
-        return tensor[(slice(None),) * self.dim + (own,)]
+    def write(
+        self, tensor: np.ndarray, size: int, fill: Callable[[np.ndarray], None]
+    ) -> None:
+        """Lets `fill` write to the part of a tensor, `size` elements along `dim`."""
+        before = (slice(None),) * self.dim
+        places = self._places(0, size)
+        own: slice | np.ndarray = places
+        if self.block is None:
+            own = slice(self.start, self.start + size)
+        elif self.block == 1:
+            own = slice(self.start, int(places[-1]) + 1, self.stride)
+        part = tensor[(*before, own)]
+        fill(part)
+        if isinstance(own, np.ndarray):
+            # Such a part is a copy.
+            tensor[(*before, own)] = part
+
+    def _places(self, start: int, stop: int) -> np.ndarray:
+        """Indices in the tensor of a range of the part's elements."""
+        numbers = np.arange(start, stop)
+        if self.block is None:
+            return self.start + numbers
+        return self.start + numbers // self.block * self.stride + numbers % self.block
 
 
-def slots(sizes: tuple[int, ...], join: Join, dim: int) -> tuple[Slot, ...]:
+def slots(
+    sizes: tuple[int, ...], join: Join, dim: int, groups: int = 0
+) -> tuple[Slot, ...]:
     """Returns the slot of every part.
 
     Args:
         sizes: sizes of the parts along `dim`, in order.
         join: as `Weight.join`.
         dim: the tensor's dim, >= 0.
+        groups: number of blocks of each part, if they are grouped.
 
     Raises:
-        ValueError: parts of different sizes cannot be interleaved.
+        ValueError: parts of different sizes cannot be interleaved, nor parts grouped
+            that the number of groups does not divide.
 
     >>> slots((4, 2), "concat", 0)[1]
-    Slot(dim=0, start=4, step=1)
+    Slot(dim=0, start=4, block=None, stride=0)
     >>> slots((3, 3), "interleave", 2)[1]
-    Slot(dim=2, start=1, step=2)
+    Slot(dim=2, start=1, block=1, stride=2)
+    >>> slots((4, 8), "grouped", 0, groups=2)[1]
+    Slot(dim=0, start=2, block=4, stride=6)
     """
     if join == "concat":
         starts = itertools.accumulate(sizes[:-1], initial=0)
         return tuple(Slot(dim, start) for start in starts)
-    if len(set(sizes)) != 1:
-        raise ValueError(f"sizes: interleaved parts must have one size; got {sizes}")
-    return tuple(Slot(dim, part, len(sizes)) for part in range(len(sizes)))
+    if join == "interleave":
+        if len(set(sizes)) != 1:
+            raise ValueError(
+                f"sizes: interleaved parts must have one size; got {sizes}"
+            )
+        return tuple(Slot(dim, part, 1, len(sizes)) for part in range(len(sizes)))
+    if not groups or any(size % groups for size in sizes):
+        raise ValueError(f"sizes: {groups} groups must divide {sizes}")
+    blocks = [size // groups for size in sizes]
+    starts = itertools.accumulate(blocks[:-1], initial=0)
+    return tuple(
+        Slot(dim, start, block, sum(blocks))
+        for start, block in zip(starts, blocks, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,9 @@ class Entry:
     def write(self, tensor: np.ndarray, shard: np.ndarray, index: Index) -> None:
         """Copies one shard into the whole tensor; see `Layout.write`."""
         size = self.layout.stored_shape[self.slot.dim]
-        self.layout.write(self.slot.share(tensor, size), shard, index)
+        self.slot.write(
+            tensor, size, lambda part: self.layout.write(part, shard, index)
+        )
 
 
 def paths(tree: PyTree) -> dict[str, Any]:
@@ -89,14 +91,15 @@ def entries_of(weights: Mapping[str, Weight], specs: PyTree) -> list[Entry]:
     """
     entries: list[Entry] = []
     shared: dict[str, list[tuple[int, Weight]]] = {}
-    for path, spec in paths(specs).items():
+    by_path = paths(specs)
+    for path, spec in by_path.items():
         weight, layer = _weight(weights, path)
         for entry in _spelled_out(path, spec, weight, layer):
             shared.setdefault(entry.name, []).append((len(entries), weight))
             entries.append(entry)
     for sharers in shared.values():
         if len(sharers) > 1 or sharers[0][1].part is not None:
-            _join(entries, sharers)
+            _join(entries, sharers, by_path)
     return entries
 
 
@@ -207,7 +210,11 @@ def _spelled_out(path: str, spec: ParamSpec, weight: Weight, layer: str) -> list
     return made
 
 
-def _join(entries: list[Entry], sharers: list[tuple[int, Weight]]) -> None:
+def _join(
+    entries: list[Entry],
+    sharers: list[tuple[int, Weight]],
+    specs: Mapping[str, ParamSpec],
+) -> None:
     """Gives the parameters that share a tensor their slots in it."""
     weights = [weight for _, weight in sharers]
     name, numbers = entries[sharers[0][0]].name, [weight.part for weight in weights]
@@ -215,9 +222,10 @@ def _join(entries: list[Entry], sharers: list[tuple[int, Weight]]) -> None:
         raise ValueError(
             f"weights: the parts of {name} must be numbered from 0; got {numbers}"
         )
-    if len({(weight.also, weight.join, weight.dim) for weight in weights}) > 1:
+    alike = {(each.also, each.join, each.dim, each.groups) for each in weights}
+    if len(alike) > 1:
         raise ValueError(
-            f"weights: the parts of {name} must agree in also, join and dim"
+            f"weights: the parts of {name} must agree in also, join, dim and groups"
         )
     by_part = {weight.part: index for index, weight in sharers}
     order = [by_part[part] for part in range(len(sharers))]
@@ -229,6 +237,11 @@ def _join(entries: list[Entry], sharers: list[tuple[int, Weight]]) -> None:
         )
     sizes = tuple(shape[dim] for shape in shapes)
     whole = (*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :])
-    places = slots(sizes, weights[0].join, dim)
+    groups = 0
+    if weights[0].groups:
+        layer = entries[order[0]].path.split(".")[1]
+        spec = specs[weights[0].groups.replace("*", layer)]
+        groups = spec.shape[spec.axes.index("heads")]
+    places = slots(sizes, weights[0].join, dim, groups)
     for index, slot in zip(order, places, strict=True):
         entries[index] = replace(entries[index], shape=whole, slot=slot)

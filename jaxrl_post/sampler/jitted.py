@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.decode_attention import CODE_DTYPES
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.models.cache import state_specs
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.drafting import Draft
-from jaxrl_post.sampler.pages import STATE_AXES, Pages
+from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.sampling import Drawing
 from jaxrl_post.sampler.scores import token_scores
 from jaxrl_post.sampler.sizes import EngineConfig
@@ -114,7 +116,7 @@ class DeviceFunctions:
         """Shardings of the cache; None on one device.
 
         Pages and states are split over the batch axes, key/value heads over the
-        kv_heads axes, channels of states over theirs.
+        kv_heads axes, channels and heads of states over theirs.
         """
         if self.mesh is None:
             return None
@@ -123,7 +125,12 @@ class DeviceFunctions:
         return Pages(
             jax.tree.map(of_keys, pages.keys),
             jax.tree.map(of_keys, pages.values),
-            jax.tree.map(partial(self._sharding, STATE_AXES), pages.states),
+            jax.tree.map(
+                lambda spec, leaf: self._sharding(("batch", *spec.axes), leaf),
+                state_specs(self.config),
+                pages.states,
+                is_leaf=is_spec,
+            ),
         )
 
     @property

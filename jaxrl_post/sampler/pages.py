@@ -7,6 +7,7 @@ local page numbers.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,14 @@ from jax.typing import DTypeLike
 from jaxrl_post.kernels.attention.paths import BLOCK
 from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import KVCache, ModelConfig
-from jaxrl_post.models.cache import SharedCache, states
+from jaxrl_post.models.cache import SharedCache, state_specs, states
+from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sampler.snapshots import NO_STATE
 from jaxrl_post.sharding import Rules, dividing_axes
 from jaxrl_post.types import Array, HostOrDevice, Int
 
 __all__ = [
-    "STATE_AXES",
     "Pages",
     "Shared",
     "StateSlots",
@@ -39,8 +40,6 @@ __all__ = [
 ]
 
 NO_TOKEN = jnp.iinfo(jnp.int32).max
-# Logical axes of a layer's states.
-STATE_AXES = ("batch", None, "channels")
 
 
 @struct.dataclass
@@ -51,13 +50,12 @@ class Pages:
         keys: [pages, kv_heads, PAGE, head_dim] for every layer; None for a layer with a
             state.
         values: like the keys, but of any width.
-        states: [slots, ...] for every layer with a state, None for the others; () if no
-            layer has one.
+        states: as `KVCache.states`, in slots.
     """
 
     keys: tuple[Entries | None, ...]
     values: tuple[Entries | None, ...]
-    states: tuple[Array | None, ...] = ()
+    states: tuple[Any, ...] = ()
 
     replace = dataclasses.replace
 
@@ -116,39 +114,38 @@ class StateSlots:
 
 def read_states(
     config: ModelConfig, pages: Pages, slots: StateSlots | None, rules: Rules
-) -> tuple[Array | None, ...]:
+) -> tuple[Any, ...]:
     """Copies the states with which the rows of a call begin."""
     if slots is None:
         return ()
 
-    def read(held: Array, sources: Array) -> Array:
-        return held.at[sources].get(mode="fill", fill_value=0)
+    def read(states: Any, sources: Array) -> Any:
+        return jax.tree.map(
+            lambda held: held.at[sources].get(mode="fill", fill_value=0), states
+        )
 
     sources = jnp.asarray(slots.sources)
-    local = _on_state_parts(config, pages, sources.shape[0], rules, (True, False))
-    return jax.tree.map(lambda held: local(read)(held, sources), pages.states)
+    return _on_state_parts(config, pages, rules, read, pages.states, sources)
 
 
 def write_states(
     config: ModelConfig,
     pages: Pages,
-    new: tuple[Array | None, ...],
+    new: tuple[Any, ...],
     slots: StateSlots | None,
     rules: Rules,
-) -> tuple[Array | None, ...]:
+) -> tuple[Any, ...]:
     """Returns the states of a cache with those with which the rows of a call end."""
     if slots is None:
         return pages.states
 
-    def write(held: Array, new: Array, targets: Array) -> Array:
-        return held.at[targets].set(new, mode="drop")
+    def write(states: Any, new: Any, targets: Array) -> Any:
+        return jax.tree.map(
+            lambda held, one: held.at[targets].set(one, mode="drop"), states, new
+        )
 
     targets = jnp.asarray(slots.targets)
-    specs = (True, True, False)
-    local = _on_state_parts(config, pages, targets.shape[0], rules, specs)
-    return jax.tree.map(
-        lambda held, new: local(write)(held, new, targets), pages.states, new
-    )
+    return _on_state_parts(config, pages, rules, write, pages.states, new, targets)
 
 
 def read_paths(
@@ -372,28 +369,41 @@ def _on_parts(
 def _on_state_parts(
     config: ModelConfig,
     pages: Pages,
-    rows: int,
     rules: Rules,
-    has_channels: tuple[bool, ...],
-) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-    """As `_on_parts`, for states.
+    function: Callable[..., Any],
+    *arguments: Any,
+) -> Any:
+    """As `_on_parts`, for a function of states that returns states.
 
     Args:
         config: of the model.
         pages: with the states.
-        rows: number of rows.
         rules: logical axis to mesh axes.
-        has_channels: for each argument, whether it is a state.
+        function: of the arguments.
+        *arguments: trees of the states of slots or rows; then an array of rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return lambda function: function
+        return function(*arguments)
     slots = jax.tree.leaves(pages.states)[0].shape[0]
     batch = dividing_axes("batch", slots, mesh, rules) or None
-    assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
-    channels = dividing_axes("channels", config.hidden_size, mesh, rules) or None
-    whole = P(batch, None, channels)
-    specs = tuple(whole if flag else P(batch) for flag in has_channels)
-    return lambda function: jax.shard_map(
-        function, in_specs=specs, out_specs=whole, check_vma=False
+    *trees, numbers = arguments
+    assert batch == (dividing_axes("batch", numbers.shape[0], mesh, rules) or None)
+    whole = jax.tree.map(
+        lambda spec: P(
+            batch,
+            *(
+                dividing_axes(axis, size, mesh, rules) or None
+                for axis, size in zip(spec.axes, spec.shape, strict=True)
+            ),
+        ),
+        state_specs(config),
+        is_leaf=is_spec,
     )
+    local = jax.shard_map(
+        function,
+        in_specs=(*(whole for _ in trees), P(batch)),
+        out_specs=whole,
+        check_vma=False,
+    )
+    return local(*arguments)

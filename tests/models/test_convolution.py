@@ -22,7 +22,7 @@ CONFIG = dataclasses.replace(
     model_type="lfm2",
     num_layers=4,
     qk_norm="head",
-    short_convolution=ShortConvolution(kernel=KERNEL, layers=(0, 1, 3), bias=True),
+    recurrence=ShortConvolution(kernel=KERNEL, layers=(0, 1, 3), bias=True),
 )
 PARAMS = tiny.params(CONFIG)
 RNG = np.random.default_rng(0)
@@ -235,7 +235,7 @@ def test_rows_in_chunks_are_refused():
 def test_a_config_is_checked():
     with pytest.raises(ValueError, match="kernel must be at least 2; got 1"):
         ShortConvolution(kernel=1, layers=())
-    with pytest.raises(ValueError, match=r"short_convolution.layers must lie in 0..3"):
-        dataclasses.replace(CONFIG, short_convolution=ShortConvolution(3, (4,)))
+    with pytest.raises(ValueError, match=r"recurrence.layers must lie in 0..3"):
+        dataclasses.replace(CONFIG, recurrence=ShortConvolution(3, (4,)))
     specs = param_specs(CONFIG).layers
     assert [layer.attention is None for layer in specs] == [True, True, False, True]

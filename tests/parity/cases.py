@@ -587,6 +587,22 @@ KIN = {
     ),
 }  # fmt: skip
 
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+ALTERNATE = ["linear_attention", "full_attention", "linear_attention"]
+DELTA_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 24,
+}
 CONVOLVED = {"pad_token_id": None, "num_hidden_layers": 4}
 
 STATES = {
@@ -609,6 +625,35 @@ STATES = {
          "num_experts_per_tok": 3, "routed_scaling_factor": 1.3,
          "layer_types": ["conv", "full_attention", "conv", "conv"]},
         rope("default"),
+    ),
+    # More than two chunks of the delta rule.
+    "qwen3_5_text": Case(
+        "qwen3_5_text",
+        {**DELTA, "max_position_embeddings": 256, "tie_word_embeddings": False,
+         "num_hidden_layers": 2, "layer_types": ALTERNATE[:2]},
+        rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0],
+             mrope_interleaved=True),
+        length=140,
+    ),
+    "qwen3_5_moe_text": Case(
+        "qwen3_5_moe_text",
+        {**DELTA, **DELTA_EXPERTS, "linear_num_value_heads": 2,
+         "layer_types": ["full_attention", "linear_attention"] * 2},
+        rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+             mrope_interleaved=True),
+    ),
+    "qwen3_next": Case(
+        "qwen3_next",
+        {**DELTA, **DELTA_EXPERTS, "norm_topk_prob": False, "attention_bias": True,
+         "mlp_only_layers": [1], "num_hidden_layers": 3, "layer_types": ALTERNATE},
+        rope("default", partial_rotary_factor=0.25),
+        length=70,
+    ),
+    "qwen3_next_released": Case(
+        "qwen3_next",
+        {**DELTA, **DELTA_EXPERTS, "linear_conv_kernel_dim": 3},
+        rope("default", partial_rotary_factor=0.25),
+        old_keys=True,
     ),
 }  # fmt: skip
 
@@ -644,6 +689,19 @@ SEEING = {
          "tie_word_embeddings": False},
         rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
         old_keys=True,
+    ),
+    "qwen3_5": Case(
+        "qwen3_5",
+        {**DELTA, "tie_word_embeddings": True, "num_hidden_layers": 2,
+         "layer_types": ALTERNATE[:2]},
+        rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0],
+             mrope_interleaved=True),
+    ),
+    "qwen3_5_moe": Case(
+        "qwen3_5_moe",
+        {**DELTA, **DELTA_EXPERTS, "tie_word_embeddings": False},
+        rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0],
+             mrope_interleaved=True),
     ),
     "kimi_k25": Case(
         "kimi_k25",

@@ -84,6 +84,11 @@ TINY_QWEN_VISION = {
     "deepstack_visual_indexes": [0],
     "num_position_embeddings": 4,
 }
+TINY_QWEN3_5_VISION = {
+    key: value
+    for key, value in TINY_QWEN_VISION.items()
+    if key not in ("fullatt_block_indexes", "deepstack_visual_indexes")
+}
 IMAGE_IDS = {
     "image_token_id": 71,
     "video_token_id": 70,
@@ -136,6 +141,11 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_vl_moe_text",
         {"vision_config": TINY_QWEN_VISION, **IMAGE_IDS},
     ),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": TINY_QWEN3_5_VISION, **IMAGE_IDS}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {"vision_config": TINY_QWEN3_5_VISION, **IMAGE_IDS},
+    ),
 }
 
 
@@ -177,7 +187,8 @@ def write_case(folder: Path, case: Case, rng: np.random.Generator) -> bool:
 def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None:
     """Writes config.json and the weights."""
     model = loader(case).from_config(configure(case))
-    gemma = case.model_type.startswith("gemma")
+    # Their norms multiply by 1 + weight, but for the gated ones of delta nets.
+    centred = case.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))
     # Buffers that are saved steer the choice of experts, and are float32 in files.
     buffers = {
         name: buffer
@@ -189,7 +200,8 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
             values = draw(name, tuple(parameter.shape), rng)
             if case.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
                 values *= 3  # so that some gates are clamped
-            if gemma and name.endswith("norm.weight"):
+            gated = name.endswith("linear_attn.norm.weight")
+            if centred and name.endswith("norm.weight") and not gated:
                 values -= 1
             parameter.copy_(torch.from_numpy(values))
         drawn = {
@@ -212,6 +224,12 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
             name: tensor.mT.contiguous() if ".experts." in name else tensor
             for name, tensor in load_file(path).items()
         }
+        save_file(tensors, path, {"format": "pt"})
+    if case.model_type == "qwen3_next" and case.old_keys:
+        # Released files have layers for multi-token prediction.
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
         save_file(tensors, path, {"format": "pt"})
     if case.model_type == "kimi_k25":
         # As released: transformers 5.24 gives the text model's layers the name that
@@ -254,7 +272,8 @@ def draw(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndar
     if len(shape) == 2 and "embed" not in name and not name.endswith("bias"):
         scale = 1.5 / shape[1] ** 0.5
     if len(shape) == 3:
-        scale = 0.3
+        # Keys that are nearly 0 would be noise when they have length 1.
+        scale = 1.0 if name.endswith("linear_attn.conv1d.weight") else 0.3
     return (scale * rng.standard_normal(shape)).astype(np.float32)
 
 
@@ -303,6 +322,8 @@ def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         return {"hidden_act": "gelu", "hidden_activation": None}
     if family == "gemma3_text":
         return {"sliding_window_pattern": raw.pop("_sliding_window_pattern")}
+    if family == "qwen3_next":
+        return {"full_attention_interval": 4}
     if family in ("qwen3_moe", "qwen3_vl_moe_text"):
         return {"num_experts": raw.pop("num_local_experts")}
     if family == "internlm3":
@@ -409,6 +430,11 @@ def compute_expected(folder: Path, case: Case) -> dict[str, np.ndarray] | None:
         experts_implementation="eager",
         output_loading_info=True,
     )
+    # Their chunks differ from their own recurrence by 3e-4 where a row has several,
+    # in float32; the recurrence is what is meant.
+    code = sys.modules[type(model).__module__]
+    if hasattr(code, "torch_chunk_gated_delta_rule"):
+        code.torch_chunk_gated_delta_rule = code.torch_recurrent_gated_delta_rule
     problems = {key: value for key, value in report.items() if value}
     assert not problems, f"{folder}: {problems}"
     model.eval()

@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 # These are models of another family, or have one inside.
 SEEING = {
     "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
-    "qwen3_vl_moe",
+    "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss", "lfm2",
+    "qwen3_5_text",
 }  # fmt: skip
 FAMILIES = (
     "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_sliding_from_layer_1",
@@ -30,18 +31,19 @@ FAMILIES = (
     "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
     "gpt_oss", "ministral3", "youtu", "lfm2", "lfm2_biases_untied", "lfm2_moe",
-    "minimax_m2",
+    "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 # These are models of another family, or have one inside.
 SEEING = {
     "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
-    "qwen3_vl_moe",
+    "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
     "ministral", "internlm3", "iquestcoder", "cwm", "dots1", "solar_open",
     "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
 }  # fmt: skip
+PROMPT = 8  # As in make_fixtures.py.
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -56,7 +58,7 @@ def test_greedy_continuations_and_their_logprobs(name):
     config, params = pretrained.load(FIXTURES / name, dtype=jnp.float32)
     with np.load(FIXTURES / name / "expected.npz") as stored:
         tokens, greedy = stored["tokens"], stored["greedy"]
-    length, count = tokens.shape[1] - 12, greedy.shape[1]
+    length, count = PROMPT, greedy.shape[1]
     sizes = EngineConfig(
         num_slots=2, max_prompt_tokens=length, max_tokens=count, steps_per_call=count
     )
@@ -88,5 +90,6 @@ def test_every_family_has_a_case():
         "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-        "ministral3", "youtu", "lfm2", "lfm2_moe", "minimax_m2",
+        "ministral3", "youtu", "lfm2", "lfm2_moe", "minimax_m2", "qwen3_5_text",
+        "qwen3_5_moe_text", "qwen3_next",
     }  # fmt: skip

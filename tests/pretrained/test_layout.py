@@ -1,6 +1,7 @@
 """Layouts and slots: which region of a tensor a shard needs, and the way back."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -112,9 +113,9 @@ def test_an_empty_group_is_a_dim_of_size_one():
 def test_concatenated_parts_follow_one_another():
     """Phi-3's qkv_proj: 4 rows of queries, 2 of keys, 2 of values."""
     assert slots((4, 2, 2), "concat", 0) == (
-        Slot(dim=0, start=0, step=1),
-        Slot(dim=0, start=4, step=1),
-        Slot(dim=0, start=6, step=1),
+        Slot(dim=0, start=0),
+        Slot(dim=0, start=4),
+        Slot(dim=0, start=6),
     )
 
 
@@ -131,9 +132,9 @@ def test_interleaved_parts_take_turns():
 @pytest.mark.parametrize(
     ("slot", "asked", "expected"),
     [
-        (Slot(1, 4, 1), ((1, 2), (6, 8)), [[14, 15]]),
-        (Slot(1, 1, 2), ((1, 2), (5, 8)), [[13, 15]]),
-        (Slot(1, 0, 2), ((1, 2), (4, 7)), [[12, 14]]),
+        (Slot(1, 4), ((1, 2), (6, 8)), [[14, 15]]),
+        (Slot(1, 1, 1, 2), ((1, 2), (5, 8)), [[13, 15]]),
+        (Slot(1, 0, 1, 2), ((1, 2), (4, 7)), [[12, 14]]),
     ],
 )
 def test_a_region_of_a_part_is_fetched_alone(slot, asked, expected):
@@ -145,9 +146,39 @@ def test_a_region_of_a_part_is_fetched_alone(slot, asked, expected):
 
 def test_an_empty_region_of_a_part_is_empty():
     regions = Regions(np.arange(16).reshape(2, 8))
-    found = Slot(1, 1, 2).read(regions, (slice(0, 2), slice(1, 1)))
+    found = Slot(1, 1, 1, 2).read(regions, (slice(0, 2), slice(1, 1)))
     assert found.shape == (2, 0)
     assert regions.asked == [((0, 2), (3, 3))]
+
+
+def fill(own, part):
+    own[...] = part
+
+
+def test_grouped_parts_take_turns_in_blocks():
+    """Qwen3-Next: each key head has its rows of queries, keys and values."""
+    query, value = slots((4, 8), "grouped", 1, groups=2)
+    stored = np.arange(24).reshape(2, 12)
+    for start, stop in ((0, 8), (0, 4), (3, 6), (5, 6), (2, 2)):
+        region = slice(0, 2), slice(start, stop)
+        found = value.read(lambda region: stored[region], region)
+        expected = stored[:, [2, 3, 4, 5, 8, 9, 10, 11]][:, start:stop]
+        np.testing.assert_array_equal(found, expected)
+    whole = slice(0, 2), slice(0, 4)
+    found = query.read(lambda region: stored[region], whole)
+    np.testing.assert_array_equal(found, stored[:, [0, 1, 6, 7]])
+    written = np.zeros_like(stored)
+    for slot, size in ((query, 4), (value, 8)):
+        part = slot.read(lambda region: stored[region], (slice(0, 2), slice(0, size)))
+        # One region after the other, as shards come.
+        for half in (slice(0, size // 2), slice(size // 2, size)):
+            slot.write(written, size, lambda own: fill(own[:, half], part[:, half]))
+    np.testing.assert_array_equal(written, stored)
+
+
+def test_groups_divide_every_part():
+    with pytest.raises(ValueError, match=r"3 groups must divide \(3, 4\)"):
+        slots((3, 4), "grouped", 0, groups=3)
 
 
 @pytest.mark.parametrize("join", ["concat", "interleave"])
@@ -160,7 +191,7 @@ def test_writing_parts_is_the_inverse_of_reading_them(join, dim):
     tensor = np.full(shape, np.nan)
     places = slots((parts[0].shape[dim],) * 3, join, dim)
     for slot, part in zip(places, parts, strict=True):
-        slot.share(tensor, part.shape[dim])[...] = part
+        slot.write(tensor, part.shape[dim], lambda own, part=part: fill(own, part))
     if join == "concat":
         expected = np.concatenate(parts, axis=dim)
     else:
@@ -177,6 +208,10 @@ def test_parts_of_different_sizes_cannot_be_interleaved():
         slots((4, 2), "interleave", 0)
 
 
+def write_query(shard, index, own):
+    QUERY.write(own, shard, index)
+
+
 @pytest.mark.parametrize("join", ["concat", "interleave"])
 def test_a_part_with_merged_dims_is_written_into_the_whole(join):
     """The share is a view with gaps, and is split into heads without a copy."""
@@ -185,7 +220,8 @@ def test_a_part_with_merged_dims_is_written_into_the_whole(join):
     for slot, value in zip(slots((8, 8), join, 0), values, strict=True):
         for heads in (slice(0, 1), slice(1, 4)):
             index = (slice(0, 6), heads, slice(None))
-            QUERY.write(slot.share(tensor, 8), value[index].transpose(1, 2, 0), index)
+            shard = value[index].transpose(1, 2, 0)
+            slot.write(tensor, 8, functools.partial(write_query, shard, index))
     flat = [value.transpose(1, 2, 0).reshape(8, 6) for value in values]
     if join == "concat":
         np.testing.assert_array_equal(tensor, np.concatenate(flat))

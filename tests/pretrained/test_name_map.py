@@ -55,11 +55,11 @@ def test_every_parameter_gets_its_place():
     assert len(found) == 1 + 2 * (2 + 3 + 2)
     assert found["embedding", None] == ("tok.weight", (7, 6), Slot())
     qkv = ("h.1.qkv.weight", (12, 6))
-    assert found["layers.1.query", None] == (*qkv, Slot(0, 0, 1))
-    assert found["layers.1.key", None] == (*qkv, Slot(0, 8, 1))
+    assert found["layers.1.query", None] == (*qkv, Slot(0, 0))
+    assert found["layers.1.key", None] == (*qkv, Slot(0, 8))
     assert found["layers.0.up", 2] == ("h.0.mlp.2.up", (5, 6), Slot())
-    assert found["layers.0.gate", None] == ("h.0.gu", (3, 6, 10), Slot(2, 0, 2))
-    assert found["layers.0.lift", None] == ("h.0.gu", (3, 6, 10), Slot(2, 1, 2))
+    assert found["layers.0.gate", None] == ("h.0.gu", (3, 6, 10), Slot(2, 0, 1, 2))
+    assert found["layers.0.lift", None] == ("h.0.gu", (3, 6, 10), Slot(2, 1, 1, 2))
 
 
 def test_entries_follow_the_tree():
@@ -130,7 +130,7 @@ def test_the_first_name_that_is_there_is_read():
                 "up": Weight("h.*.up", "experts embed ffn", part=0),
                 "gate": Weight("h.*.up", "experts embed ffn", part=1, dim=1),
             },
-            r"the parts of h\.0\.up must agree in also, join and dim",
+            r"the parts of h\.0\.up must agree in also, join, dim and groups",
         ),
         (
             {

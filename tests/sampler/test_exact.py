@@ -113,7 +113,7 @@ FAMILIES = {
         num_layers=3,
         qk_norm="head",
         tie_embeddings=True,
-        short_convolution=ShortConvolution(kernel=3, layers=(0, 2), bias=True),
+        recurrence=ShortConvolution(kernel=3, layers=(0, 2), bias=True),
         experts=MixtureOfExperts(
             num_experts=8,
             experts_per_token=2,

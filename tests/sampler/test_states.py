@@ -27,7 +27,7 @@ CONFIG = dataclasses.replace(
     num_layers=4,
     qk_norm="head",
     tie_embeddings=True,
-    short_convolution=ShortConvolution(kernel=3, layers=(0, 1, 3), bias=True),
+    recurrence=ShortConvolution(kernel=3, layers=(0, 1, 3), bias=True),
 )
 # Prompts of several chunks and pages; samples of several bursts.
 SIZES = EngineConfig(
@@ -213,6 +213,8 @@ def test_any_traffic(seed, pages):
             texts.append((*prompt, *done.tokens.ids.tolist())[:50])
     assert sent > 5
     sampler.cancel()
+    # What the last chunks began with is given back before the next ones.
+    sampler.scheduler.prefill()
     for tree in sampler.scheduler.trees:
         slots = sizes.num_states(1)
         # No slot is lost.

@@ -18,6 +18,7 @@ from jaxrl_post.pretrained.families import (
     olmo,
     phi,
     qwen,
+    qwen_delta,
     vision,
 )
 from jaxrl_post.pretrained.families.family import Family
@@ -36,6 +37,7 @@ MISTRAL, QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3 = map(
     vision.seeing,
     (mistral.MISTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, deepseek.DEEPSEEK_V3),
 )
+QWEN3_5, QWEN3_5_MOE = map(vision.seeing, (qwen_delta.QWEN3_5, qwen_delta.QWEN3_5_MOE))
 KIMI = replace(DEEPSEEK_V3, text_model=vision.kimi_text)
 
 FAMILIES: Mapping[str, Family] = {
@@ -81,6 +83,11 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": deepseek.DEEPSEEK_V32,
     "glm_moe_dsa": deepseek.GLM_MOE_DSA,
     "minimax_m2": minimax.MINIMAX_M2,
+    "qwen3_next": qwen_delta.QWEN3_NEXT,
+    "qwen3_5": replace(QWEN3_5, text_model=vision.qwen3_5_text),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe": replace(QWEN3_5_MOE, text_model=vision.qwen3_5_text),
+    "qwen3_5_moe_text": QWEN3_5_MOE,
 }
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_post.models.config import MixtureOfExperts, ModelConfig, ShortConvolution
+from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
+from jaxrl_post.models.recurrences import ShortConvolution
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import llama
 from jaxrl_post.pretrained.families.family import Family
@@ -129,14 +130,14 @@ def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
         layers=tuple(i for i, kind in enumerate(kinds) if kind == CONVOLUTION),
         bias=flag(raw, "conv_bias", False),
     )
-    return replace(config, short_convolution=convolution)
+    return replace(config, recurrence=convolution)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    convolution = config.short_convolution
-    if convolution is None:
+    convolution = config.recurrence
+    if not isinstance(convolution, ShortConvolution):
         raise CheckpointError(
-            f"{config.model_type} checkpoints cannot express short_convolution=None"
+            f"{config.model_type} checkpoints cannot express recurrence={convolution}"
         )
     return {
         "layer_types": [

@@ -31,11 +31,13 @@ from jaxrl_post.pretrained.layout import Weight
 
 __all__ = [
     "EXPERTS",
+    "MOE_WEIGHTS",
     "QWEN2",
     "QWEN2_MOE",
     "QWEN3",
     "QWEN3_MOE",
     "WEIGHTS",
+    "experts_in",
     "shared_experts",
 ]
 
@@ -158,14 +160,18 @@ def _write_all_or_none(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(count: int, chosen: int, size: int, *, shared: bool) -> Key:
+def experts_in(
+    count: int, chosen: int, size: int, *, shared: int = 0, normalize: bool = False
+) -> Key:
     """Experts in all layers but those that config.json names.
 
     Args:
         count: default number of experts.
         chosen: default number of experts of a token.
         size: default width of an expert.
-        shared: whether every token also passes through a gated shared MLP.
+        shared: default width of a gated MLP through which every token also passes; 0
+            for none.
+        normalize: default of `norm_topk_prob`.
     """
 
     def read(raw: Json, config: ModelConfig) -> ModelConfig:
@@ -176,11 +182,11 @@ def _experts(count: int, chosen: int, size: int, *, shared: bool) -> Key:
             num_experts=count_of_experts(raw, count),
             experts_per_token=integer(raw, "num_experts_per_tok", chosen),
             expert_size=integer(raw, "moe_intermediate_size", size),
-            normalize=flag(raw, "norm_topk_prob", False),
+            normalize=flag(raw, "norm_topk_prob", normalize),
             dense_layers=tuple(i for i in layers if i in plain or (i + 1) % every),
         )
         if shared:
-            width = integer(raw, "shared_expert_intermediate_size", 5632)
+            width = integer(raw, "shared_expert_intermediate_size", shared)
             experts = replace(experts, shared_size=width, shared_gate=True)
         return replace(config, experts=experts)
 
@@ -209,7 +215,7 @@ QWEN2_MOE = Family(
     MOE_WEIGHTS,
     Defaults(max_length=32768, num_kv_heads=16),
     keys=(
-        _experts(60, 4, 1408, shared=True),
+        experts_in(60, 4, 1408, shared=5632),
         windows(_every_other, 4096, switched=True, write=_write_every_other),
         option("qkv_bias", flag, True, "qkv_bias"),
     ),
@@ -221,7 +227,7 @@ QWEN3_MOE = Family(
     keys=(
         Key(_read_all_or_none, _write_all_or_none),
         ATTENTION_BIAS,
-        _experts(128, 8, 768, shared=False),
+        experts_in(128, 8, 768),
     ),
     options={"qk_norm": "head"},
 )

@@ -17,6 +17,7 @@ __all__ = [
     "kimi_text",
     "mistral3_text",
     "qwen2_5_text",
+    "qwen3_5_text",
     "qwen3_moe_text",
     "qwen3_text",
     "seeing",
@@ -101,6 +102,16 @@ def qwen2_5_text(raw: Json) -> Json:
         ):
             found[key] = {**rope, "rope_type": "default"}
     return found
+
+
+def qwen3_5_text(raw: Json) -> Json:
+    """Returns the config.json of the text model of Qwen3.5, 3.6 or 3.8.
+
+    Raises:
+        CheckpointError: text_config is missing.
+    """
+    family = f"{raw['model_type']}_text"
+    return {**_text(raw), "model_type": family, **_tied(raw)}
 
 
 def mistral3_text(raw: Json) -> Json:

@@ -60,9 +60,7 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
         # PEFT concatenates gate and up, unless the checkpoint already joins them.
         start = 0 if name == "expert_gate" else outputs
         joined = stored.expert is None
-        slot = (
-            Slot(0, stored.slot.start, stored.slot.step) if joined else Slot(0, start)
-        )
+        slot = replace(stored.slot, dim=0) if joined else Slot(0, start)
         outputs *= 2
     wraps = {PARAMETERS[target] for target in targets if target in EXPERTS}
     inside = PARAMETERS[name] == GATE_UP and wraps == {GATE_UP, DOWN}
