@@ -15,6 +15,7 @@ from jaxrl_post.data.packing import Sequence, pack, trees
 from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.models import (
+    GatedDelta,
     LatentAttention,
     MixtureOfExperts,
     RopeScaling,
@@ -121,6 +122,31 @@ FAMILIES = {
             scoring="sigmoid",
             correction_bias=True,
             dense_layers=(0, 1),
+        ),
+    ),
+    # As Qwen3.5 with experts: delta nets, and gated attention between them.
+    "delta": dataclasses.replace(
+        DENSE,
+        model_type="qwen3_5_moe_text",
+        num_layers=3,
+        qk_norm="head",
+        norm_plus_one=True,
+        attention_gate=True,
+        rotary_dim=2,
+        recurrence=GatedDelta(
+            kernel=4,
+            layers=(0, 2),
+            key_heads=8,
+            value_heads=16,
+            key_dim=6,
+            value_dim=4,
+        ),
+        experts=MixtureOfExperts(
+            num_experts=8,
+            experts_per_token=2,
+            expert_size=24,
+            shared_size=8,
+            shared_gate=True,
         ),
     ),
 }
@@ -259,6 +285,8 @@ def test_latents_give_what_the_form_of_training_gives(family):
         ("latent_experts", tiny.BF16),
         ("convolutions", tiny.F32),
         pytest.param("convolutions", tiny.BF16, marks=pytest.mark.all),
+        ("delta", tiny.F32),
+        pytest.param("delta", tiny.BF16, marks=pytest.mark.all),
     ],
     ids=str,
 )
@@ -303,7 +331,10 @@ def test_everywhere(family, dtype, spec):
     "family",
     [
         "dense",
-        *(pytest.param(f, marks=pytest.mark.all) for f in ("latent", "convolutions")),
+        *(
+            pytest.param(family, marks=pytest.mark.all)
+            for family in ("latent", "convolutions", "delta")
+        ),
     ],
 )
 def test_without_exact_mode_most_differ(family):

@@ -1,0 +1,192 @@
+"""The delta rule in chunks against its definition, over random trees."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post.kernels.delta_rule import (
+    CHUNK,
+    DeltaInputs,
+    Places,
+    delta_continued,
+    delta_rows,
+    delta_rule,
+    delta_step,
+    plan_rows,
+    plan_trees,
+    reference,
+)
+from jaxrl_post.sharding import create_mesh
+
+
+def forest(seed: int, length: int, padding: int):
+    """A row of random trees: the token before each, and its `ends`."""
+    rng = np.random.default_rng(seed)
+    previous, ends = np.full(length, -1, np.int32), np.zeros(length, np.int32)
+    path: list[int] = []
+    used = length - padding
+    for token in range(used):
+        draw = rng.random()
+        if draw < 0.02:
+            path = []
+        elif draw < 0.1 and len(path) > 1:
+            path = path[: rng.integers(1, len(path) + 1)]
+        previous[token] = path[-1] if path else -1
+        path.append(token)
+        ends[token] = token + 1
+    for token in reversed(range(used)):
+        before = previous[token]
+        if before >= 0:
+            ends[before] = max(ends[before], ends[token])
+    return previous, ends
+
+
+def forests(length: int, rows: int = 2):
+    made = [
+        forest(row + 10 * length, length, min(row, length - 1)) for row in range(rows)
+    ]
+    previous, ends = map(np.stack, zip(*made, strict=True))
+    return jnp.asarray(previous), jnp.asarray(ends)
+
+
+def inputs(rows: int, length: int, *, decay: float = -2.0, heads: int = 4):
+    rng = np.random.default_rng(length)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    query, key = draw(2, rows, length, 2, 8)
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    return DeltaInputs(
+        *map(
+            jnp.asarray,
+            (
+                query,
+                key,
+                draw(rows, length, heads, 6),
+                -np.exp(draw(rows, length, heads) + decay),
+                1 / (1 + np.exp(-draw(rows, length, heads))),
+            ),
+        )
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, tokens, weight):
+    def total(tokens):
+        out = function(tokens)
+        return (out * weight).sum(), out
+
+    (_, out), grads = jax.value_and_grad(total, has_aux=True)(tokens)
+    return out, grads
+
+
+# Strong decays, too: e^G is then 0 in float32.
+@pytest.mark.parametrize("decay", [-2.0, 3.0])
+@pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 200, 300])
+def test_chunks_of_trees_are_the_recurrence(length, decay):
+    previous, ends = forests(length)
+    tokens = inputs(2, length, decay=decay)
+    rng = np.random.default_rng(1)
+    weight = rng.normal(size=tokens.value.shape).astype(np.float32)
+    weight *= (np.asarray(ends) > 0)[..., None, None]
+    plan = plan_trees(previous, ends)
+    found = with_gradients(lambda x: delta_rule(x, plan), tokens, weight)
+    expected = with_gradients(
+        lambda x: reference.delta_rule(x, previous)[0], tokens, weight
+    )
+    counted = weight != 0
+    # Decays are differences of sums, of 1,300 nats where they are strong.
+    np.testing.assert_allclose(
+        np.where(counted, found[0], 0),
+        np.where(counted, expected[0], 0),
+        atol=1e-5 if decay < 0 else 1e-4,
+    )
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+        assert np.isfinite(one).all()
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, 300])
+def test_exact_rows_are_the_recurrence(length):
+    previous, ends = forests(length, rows=3)
+    tokens = inputs(3, length)
+    places = Places.of_trees(previous, ends)
+    found, _ = jax.jit(lambda x: delta_rows(x, places, None))(tokens)
+    expected, _ = reference.delta_rule(tokens, previous)
+    counted = (ends > 0)[..., None, None]
+    np.testing.assert_allclose(found, jnp.where(counted, expected, 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 5), (130, 64, 65), (63, 130, 0)])
+def test_a_sequence_continues_from_its_state(counts):
+    """In chunks, in exact rows, and in steps of one token."""
+    length = 130
+    tokens, counted = inputs(3, length), jnp.array(counts)
+    begun = jnp.asarray(np.random.default_rng(3).normal(size=(3, 4, 8, 6)), jnp.float32)
+    out, after = delta_continued(tokens, plan_rows(counted, length), begun)
+    rows, last = delta_rows(tokens, Places.of_rows(counted, length), begun)
+    step = jax.jit(delta_step)
+    for row, count in enumerate(counts):
+        state = begun[row : row + 1]
+        for at in range(count):
+            one = DeltaInputs(*(x[row : row + 1, at : at + 1] for x in tokens))
+            expected, state = step(one, state)
+            if at in (0, count // 2, count - 1):
+                np.testing.assert_allclose(out[row, at], expected[0, 0], atol=1e-4)
+                np.testing.assert_allclose(rows[row, at], expected[0, 0], atol=1e-4)
+        np.testing.assert_allclose(after[row], state[0], atol=1e-4)
+        np.testing.assert_allclose(last[row], state[0], atol=1e-4)
+
+
+def test_a_row_without_a_token_keeps_its_state_to_the_bit():
+    tokens = jax.tree.map(lambda x: x[:, :1], inputs(2, 3))
+    still = tokens._replace(decay=0 * tokens.decay, beta=0 * tokens.beta)
+    state = jnp.full((2, 4, 8, 6), 1 / 3)
+    _, after = delta_step(still, state)
+    assert (after == state).all()
+
+
+def test_too_many_states_are_no_numbers():
+    """A comb: every other token begins a branch that lies behind all others."""
+    length = 64 * CHUNK
+    half = length // 2
+    previous = jnp.arange(-1, length - 1)
+    branches = jnp.arange(half, length)
+    previous = previous.at[half:].set(length - 1 - branches)[None]
+    # Token i < half has its own branch, the token at length - 1 - i.
+    ends = jnp.where(
+        jnp.arange(length) < half,
+        length - jnp.arange(length),
+        jnp.arange(length) + 1,
+    )[None]
+    plan = plan_trees(previous, ends)
+    assert not plan.fits.any()
+    tokens = inputs(1, length)
+    assert jnp.isnan(delta_rule(tokens, plan)).all()
+    places = Places.of_trees(previous, ends)
+    assert not places.fits.any()
+
+
+@pytest.mark.meshes
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "dp2,tp2", "tp4"])
+def test_a_mesh_changes_nothing(mesh):
+    previous, ends = forests(150)
+    tokens = inputs(2, 150)
+    weight = np.where((np.asarray(ends) > 0)[..., None, None], 0.5, 0)
+    alone = with_gradients(
+        lambda x: delta_rule(x, plan_trees(previous, ends)), tokens, weight
+    )
+    made = create_mesh(mesh, jax.devices()[: 4 if mesh in ("dp2,tp2", "tp4") else 2])
+    with jax.set_mesh(made):
+        found = with_gradients(
+            lambda x: delta_rule(x, plan_trees(previous, ends)), tokens, weight
+        )
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5),
+        found,
+        alone,
+    )
