@@ -41,7 +41,7 @@ def params(
 
     def draw(spec: ParamSpec) -> np.ndarray:
         center = 1.0 if spec.init == "ones" else 0.0
-        return rng.normal(center, 0.5, spec.shape).astype(dtype)
+        return rng.normal(center, 0.5, spec.shape).astype(spec.dtype(dtype))
 
     specs = param_specs(config)
     drawn = jax.tree.map(draw, specs, is_leaf=is_spec)

@@ -189,8 +189,9 @@ def _projected(
 
 def _steps(params: GatedDeltaParams[Array], x: Array) -> tuple[Array, Array]:
     """The log decay, in float32, and beta of tokens, [tokens, heads] each."""
-    step = project(x, params.decay).astype(jnp.float32) + params.step_bias
-    decay = -jnp.exp(params.rate.astype(jnp.float32)) * jax.nn.softplus(step)
+    rate, bias = (each.astype(jnp.float32) for each in (params.rate, params.step_bias))
+    step = project(x, params.decay).astype(jnp.float32) + bias
+    decay = -jnp.exp(rate) * jax.nn.softplus(step)
     return decay, jax.nn.sigmoid(project(x, params.beta))
 
 

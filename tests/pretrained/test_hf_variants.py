@@ -116,7 +116,8 @@ def test_other_quantisations_are_refused(saved):
     with pytest.raises(
         CheckpointError,
         match=r"llama/config\.json: quantization_config: quant_method must be "
-        r"fp8, mxfp4 or compressed-tensors to be read; got 'gptq'; use the model's unquantised release, or",
+        r"fp8, mxfp4 or compressed-tensors to be read; got 'gptq'; use the model's "
+        r"unquantised release, or",
     ):
         pretrained.load(saved)
 

@@ -7,13 +7,20 @@ a token twice, or left by another sequence shows in the log-probs.
 import dataclasses
 import functools
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.models import ShortConvolution, forward, logits
+from jaxrl_post.models import (
+    GatedDelta,
+    ModelConfig,
+    ShortConvolution,
+    forward,
+    logits,
+)
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler import pages as cache
 from jaxrl_post.sampler.snapshots import Snapshots
@@ -21,46 +28,75 @@ from jaxrl_post.sharding import create_mesh
 from tests import tiny
 from tests.tiers import daily
 
-CONFIG = dataclasses.replace(
-    tiny.CONFIG,
-    model_type="lfm2",
-    num_layers=4,
-    qk_norm="head",
-    tie_embeddings=True,
-    recurrence=ShortConvolution(kernel=3, layers=(0, 1, 3), bias=True),
-)
+CONFIGS = {
+    "convolution": dataclasses.replace(
+        tiny.CONFIG,
+        model_type="lfm2",
+        num_layers=4,
+        qk_norm="head",
+        tie_embeddings=True,
+        recurrence=ShortConvolution(kernel=3, layers=(0, 1, 3), bias=True),
+    ),
+    "delta": dataclasses.replace(
+        tiny.CONFIG,
+        model_type="qwen3_5_text",
+        qk_norm="head",
+        norm_plus_one=True,
+        attention_gate=True,
+        recurrence=GatedDelta(
+            kernel=4,
+            layers=(0,),
+            key_heads=2,
+            value_heads=4,
+            key_dim=8,
+            value_dim=4,
+        ),
+    ),
+}
 # Prompts of several chunks and pages; samples of several bursts.
 SIZES = EngineConfig(
     num_slots=4, max_prompt_tokens=56, max_tokens=12, context_tokens=64,
     steps_per_call=4, prefill_tokens=32, max_stop_ids=2,
 )  # fmt: skip
-PARAMS = tiny.params(CONFIG)
 
 
-def engine(sizes: EngineConfig = SIZES, **options) -> Engine:
-    return Engine(CONFIG, sizes, seed=3, **options)
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model whose layers have states of one kind."""
+
+    config: ModelConfig
+    params: Any
+
+    def engine(self, sizes: EngineConfig = SIZES, **options) -> Engine:
+        return Engine(self.config, sizes, seed=3, **options)
+
+    def expected(self, prompt, ids, params=None) -> np.ndarray:
+        """The log-probs of tokens after a prompt, by one forward pass."""
+        whole = [*prompt, *ids]
+        padded = np.zeros((1, SIZES.max_length), np.int32)
+        padded[0, : len(whole)] = whole
+        params = self.params if params is None else params
+        found = np.asarray(log_probs(self.config, params, jnp.asarray(padded)))[0]
+        at = np.arange(len(prompt) - 1, len(whole) - 1)
+        return found[at, np.array(ids, np.int32)]
+
+    def check(self, prompt, completion, params=None) -> None:
+        ids = completion.tokens.ids.tolist()
+        expected = self.expected(prompt, ids, params)
+        np.testing.assert_allclose(completion.tokens.logprobs, expected, atol=1e-4)
+
+
+MODELS = {name: Model(config, tiny.params(config)) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def log_probs(config, params, tokens):
     return jax.nn.log_softmax(logits(params, config, forward(params, config, tokens)))
-
-
-def expected(prompt, ids, params=PARAMS) -> np.ndarray:
-    """The log-probs of tokens after a prompt, by one forward pass."""
-    whole = [*prompt, *ids]
-    padded = np.zeros((1, SIZES.max_length), np.int32)
-    padded[0, : len(whole)] = whole
-    found = np.asarray(log_probs(CONFIG, params, jnp.asarray(padded)))[0]
-    at = np.arange(len(prompt) - 1, len(whole) - 1)
-    return found[at, np.array(ids, np.int32)]
-
-
-def check(prompt, completion, params=PARAMS) -> None:
-    ids = completion.tokens.ids.tolist()
-    np.testing.assert_allclose(
-        completion.tokens.logprobs, expected(prompt, ids, params), atol=1e-4
-    )
 
 
 def draw(rng: random.Random, length: int) -> tuple[int, ...]:
@@ -73,64 +109,64 @@ def ask(number, prompt, samples=1, most=8, **options) -> Request:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33, 34, 48, 56])
-def test_prompts_of_any_length(length):
+def test_prompts_of_any_length(model, length):
     prompt = draw(random.Random(length), length)
-    for done in engine().generate(PARAMS, [ask(1, prompt, 3)]):
-        check(prompt, done)
+    for done in model.engine().generate(model.params, [ask(1, prompt, 3)]):
+        model.check(prompt, done)
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
-def test_a_prompt_in_chunks_is_the_whole_prompt(chunk):
+def test_a_prompt_in_chunks_is_the_whole_prompt(model, chunk):
     prompt = draw(random.Random(0), 50)
     sizes = dataclasses.replace(SIZES, prefill_tokens=chunk)
-    [done] = engine(sizes).generate(PARAMS, [ask(1, prompt)])
-    check(prompt, done)
+    [done] = model.engine(sizes).generate(model.params, [ask(1, prompt)])
+    model.check(prompt, done)
 
 
-def test_turns_prefill_what_is_new_alone():
+def test_turns_prefill_what_is_new_alone(model):
     """After an answer, and after the end of a prompt that others continue."""
-    sampler, rng = engine(), random.Random(1)
+    sampler, rng = model.engine(), random.Random(1)
     prompt = draw(rng, 20)
-    [first] = sampler.generate(PARAMS, [ask(1, prompt)])
+    [first] = sampler.generate(model.params, [ask(1, prompt)])
     assert sampler.prefilled_tokens == 19
     answer = first.tokens.ids.tolist()
     longer = (*prompt, *answer, *draw(rng, 5))
-    [second] = sampler.generate(PARAMS, [ask(2, longer)])
+    [second] = sampler.generate(model.params, [ask(2, longer)])
     # The last token of an answer has not been fed, nor the last one of the prompt.
     assert sampler.prefilled_tokens == 19 + 5
-    check(longer, second)
+    model.check(longer, second)
     other = (*prompt, *draw(rng, 6))
-    [third] = sampler.generate(PARAMS, [ask(3, other)])
+    [third] = sampler.generate(model.params, [ask(3, other)])
     assert sampler.prefilled_tokens == 19 + 5 + 6
-    check(other, third)
+    model.check(other, third)
 
 
-def test_a_prompt_that_begins_like_another_continues_after_a_chunk():
-    sampler, rng = engine(), random.Random(2)
+def test_a_prompt_that_begins_like_another_continues_after_a_chunk(model):
+    sampler, rng = model.engine(), random.Random(2)
     prompt = draw(rng, 50)
-    sampler.generate(PARAMS, [ask(1, prompt)])
+    sampler.generate(model.params, [ask(1, prompt)])
     before = sampler.prefilled_tokens
     other = (*prompt[:40], *draw(rng, 10))
-    [done] = sampler.generate(PARAMS, [ask(2, other)])
+    [done] = sampler.generate(model.params, [ask(2, other)])
     # 32 of the 40 tokens end with a chunk.
     assert sampler.prefilled_tokens - before == 49 - 32
-    check(other, done)
+    model.check(other, done)
 
 
-def test_new_parameters_begin_with_no_state_of_the_old():
-    sampler, rng = engine(), random.Random(3)
+def test_new_parameters_begin_with_no_state_of_the_old(model):
+    sampler, rng = model.engine(), random.Random(3)
     prompt = draw(rng, 30)
-    sampler.generate(PARAMS, [ask(1, prompt)])
-    others = tiny.params(CONFIG, seed=1)
+    sampler.generate(model.params, [ask(1, prompt)])
+    others = tiny.params(model.config, seed=1)
     [done] = sampler.generate(others, [ask(2, prompt)], version=1)
-    check(prompt, done, others)
+    model.check(prompt, done, others)
 
 
-def test_a_sample_that_is_taken_back_continues():
-    sampler, rng = engine(), random.Random(4)
+def test_a_sample_that_is_taken_back_continues(model):
+    sampler, rng = model.engine(), random.Random(4)
     prompt = draw(rng, 21)
     sampler.submit(ask(1, prompt, 3, most=12))
-    sampler.step(PARAMS)
+    sampler.step(model.params)
     taken = sampler.cancel()
     assert [len(each.tokens) for each in taken] == [8, 8, 8]
     before = sampler.prefilled_tokens
@@ -141,53 +177,55 @@ def test_a_sample_that_is_taken_back_continues():
             first_sample=each.sample_index,
             num_sampled=len(so_far),
         )
-        [done] = sampler.generate(PARAMS, [request])
-        check(request.prompt, done)
+        [done] = sampler.generate(model.params, [request])
+        model.check(request.prompt, done)
     # Their states were kept where they stopped.
     assert sampler.prefilled_tokens == before
 
 
-def test_a_stop_string_leaves_no_state_behind():
+def test_a_stop_string_leaves_no_state_behind(model):
     """The device does not know of it: the next burst is running already."""
     rng = random.Random(8)
     prompt = draw(rng, 9)
     text = "".join
-    [whole] = engine().generate(PARAMS, [ask(1, prompt, most=12, temperature=0.0)])
+    [whole] = model.engine().generate(
+        model.params, [ask(1, prompt, most=12, temperature=0.0)]
+    )
     ids = whole.tokens.ids.tolist()
-    sampler = engine(detokenize=lambda ids: text(chr(200 + each) for each in ids))
+    sampler = model.engine(detokenize=lambda ids: text(chr(200 + each) for each in ids))
     stop = text(chr(200 + each) for each in ids[:2])
     request = ask(1, prompt, most=12, temperature=0.0, stop_strings=(stop,))
-    [done] = sampler.generate(PARAMS, [request])
+    [done] = sampler.generate(model.params, [request])
     assert done.finish_reason == "stop_string"
     # The tokens of the burst are in the cache, those behind the stop string too.
     longer = (*prompt, *ids[:4], 7)
-    [after] = sampler.generate(PARAMS, [ask(2, longer)])
-    check(longer, after)
+    [after] = sampler.generate(model.params, [ask(2, longer)])
+    model.check(longer, after)
 
 
-def test_scores_of_a_prompt_are_the_trainers():
+def test_scores_of_a_prompt_are_the_trainers(model):
     for length in (1, 2, 33, 40):
         prompt = draw(random.Random(length), length)
         request = ask(1, prompt, prompt_scores=True)
-        [done] = engine().generate(PARAMS, [request])
+        [done] = model.engine().generate(model.params, [request])
         assert done.prompt is not None
         found = done.prompt.logprobs
         assert len(found) == length - 1
         np.testing.assert_allclose(
-            found, expected(prompt[:1], prompt[1:])[: length - 1], atol=1e-4
+            found, model.expected(prompt[:1], prompt[1:])[: length - 1], atol=1e-4
         )
-        check(prompt, done)
+        model.check(prompt, done)
 
 
 @pytest.mark.parametrize("seed", daily(range(100), {0, 1, 2}))
 @pytest.mark.parametrize("pages", [0, 26])
-def test_any_traffic(seed, pages):
+def test_any_traffic(model, seed, pages):
     """Prompts, branches, turns and stops at random, in a cache that is full or not."""
     rng = random.Random(seed)
     sizes = dataclasses.replace(SIZES, cache_tokens=16 * pages)
-    sampler, texts = engine(sizes), [draw(rng, 20)]
+    sampler, texts = model.engine(sizes), [draw(rng, 20)]
     waiting, sent = {}, 0
-    params, version = PARAMS, 0
+    params, version = model.params, 0
     for _ in range(60):
         if rng.random() < 0.6 and len(waiting) < 12:
             start = rng.choice(texts)
@@ -203,13 +241,13 @@ def test_any_traffic(seed, pages):
             for done in sampler.cancel({rng.choice([*waiting])}):
                 prompt = waiting.pop((done.prompt_id, done.sample_index))
                 if len(done.tokens):
-                    check(prompt, done, params)
+                    model.check(prompt, done, params)
         if rng.random() < 0.05 and not waiting:
             version += 1
-            params = tiny.params(CONFIG, seed=version % 2)
+            params = tiny.params(model.config, seed=version % 2)
         for done in sampler.step(params, version=version):
             prompt = waiting.pop((done.prompt_id, done.sample_index))
-            check(prompt, done, params)
+            model.check(prompt, done, params)
             texts.append((*prompt, *done.tokens.ids.tolist())[:50])
     assert sent > 5
     sampler.cancel()
@@ -249,27 +287,27 @@ def _always_first(take):
 
 
 @pytest.mark.parametrize("fault", ["never read", "never written", "given to two"])
-def test_a_wrong_state_shows(fault, monkeypatch):
+def test_a_wrong_state_shows(model, fault, monkeypatch):
     wrong(fault, monkeypatch)
     sizes = dataclasses.replace(SIZES, num_slots=3 + len(fault))
-    sampler, rng = engine(sizes), random.Random(5)
+    sampler, rng = model.engine(sizes), random.Random(5)
     prompts = [draw(rng, 40), draw(rng, 33)]
     requests = [ask(number, prompt) for number, prompt in enumerate(prompts)]
-    found = sampler.generate(PARAMS, requests)
+    found = sampler.generate(model.params, requests)
     # The first of the samples alone may have the state that all have.
     with pytest.raises(AssertionError):
-        check(prompts[0], found[0])
+        model.check(prompts[0], found[0])
 
 
 @pytest.mark.meshes
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "dp2,tp2"])
-def test_a_mesh_changes_nothing(mesh):
+def test_a_mesh_changes_nothing(model, mesh):
     made = create_mesh(mesh, jax.devices()[: 4 if "," in mesh else 2])
-    params = tiny.params(CONFIG, mesh=made)
+    params = tiny.params(model.config, mesh=made)
     rng = random.Random(6)
     prompts = [draw(rng, length) for length in (5, 33, 20)]
     with jax.set_mesh(made):
-        sampler = engine(mesh=made)
+        sampler = model.engine(mesh=made)
         requests = [ask(n, prompt, 2) for n, prompt in enumerate(prompts)]
         found = sampler.generate(params, requests)
         again = [
@@ -277,11 +315,11 @@ def test_a_mesh_changes_nothing(mesh):
         ]
         [turn] = sampler.generate(params, again)
     for done in found:
-        check(prompts[done.prompt_id], done)
-    check(again[0].prompt, turn)
+        model.check(prompts[done.prompt_id], done)
+    model.check(again[0].prompt, turn)
 
 
-def test_guesses_and_drafts_are_refused():
+def test_guesses_and_drafts_are_refused(model):
     sizes = dataclasses.replace(SIZES, guesses=2)
-    with pytest.raises(ValueError, match="guesses is 2, and the states of lfm2 cannot"):
-        engine(sizes)
+    with pytest.raises(ValueError, match=r"guesses is 2, and the states of .* cannot"):
+        model.engine(sizes)

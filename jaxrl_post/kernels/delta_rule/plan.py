@@ -7,7 +7,6 @@ in a slot. In a packed row there are few of them: one where a sequence continues
 the last chunk, and one where further answers of a prompt follow.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 
