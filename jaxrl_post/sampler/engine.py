@@ -153,7 +153,7 @@ class Engine:
             sizes,
             self._functions.split,
             config.vocab_size,
-            states=config.has_states,
+            states=self._functions.num_states,
         )
         with self._own_mesh():
             replicate = jax.jit(

@@ -240,9 +240,21 @@ class DeviceFunctions:
             self.kernels,
         )
 
+    @cached_property
+    def num_states(self) -> int:
+        """Slots for states; 0 for a model without."""
+        if not self.config.has_states:
+            return 0
+        one = jax.eval_shape(lambda: Pages.zeros(self.config, 1, 1, self.dtype))
+        per_page, state = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+            for part in ((one.keys, one.values), one.states)
+        )
+        keys = self.sizes.pages_per_sample * per_page
+        return self.sizes.num_states(self.split, heavy=4 * state > keys)
+
     def _empty_pages(self) -> Pages:
-        pages = self.sizes.num_pages(self.split)
-        slots = self.sizes.num_states(self.split)
+        pages, slots = self.sizes.num_pages(self.split), self.num_states
         return Pages.zeros(self.config, pages, slots, self.dtype)
 
     def _sharding(

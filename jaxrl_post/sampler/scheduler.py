@@ -102,7 +102,7 @@ class Scheduler:
         sizes: the engine's sizes.
         split: parts into which the mesh splits slots and cache.
         vocab_size: of the model; needed for requests with limits.
-        states: whether the model's layers have states.
+        states: slots for states; 0 for a model without.
 
     >>> scheduler = Scheduler(EngineConfig(num_slots=4, max_prompt_tokens=16))
     >>> scheduler.submit(Request(prompt_id=7, prompt=(1, 2), num_samples=2))
@@ -119,18 +119,17 @@ class Scheduler:
         split: int = 1,
         vocab_size: int = 0,
         *,
-        states: bool = False,
+        states: int = 0,
     ) -> None:
         pages = sizes.num_pages(split) // split
-        slots = sizes.num_states(split) // split if states else 0
-        self.trees = [PrefixTree(pages, slots) for _ in range(split)]
+        self.trees = [PrefixTree(pages, states // split) for _ in range(split)]
         self.running: list[Sample] = []
         self.prefilled_tokens = 0
         self._sizes, self._slots = sizes, sizes.num_slots // split
         self._vocab_size = vocab_size
         self._queue: deque[Sample] = deque()
         self._pending: list[tuple[int, Segment, Path]] = []
-        self._states = states
+        self._states = states > 0
         # States that the calls of the last `prefill` read, each with its part.
         self._spent: list[tuple[int, Snapshot]] = []
 

@@ -141,16 +141,20 @@ class EngineConfig:
             )
         return each * split
 
-    def num_states(self, split: int) -> int:
+    def num_states(self, split: int, *, heavy: bool = False) -> int:
         """Slots for states, of a model with them; a multiple of `split`.
 
         A running sample has one, its prompt one, and a prompt that is being computed
-        another; as many are left for what comes later.
+        another; as many are left for what comes later. Of heavy states there are half
+        as many: fewer prefixes are found again, and fewer prompts begin at a time.
 
         Args:
             split: parts into which a mesh splits the slots.
+            heavy: whether a state takes more memory than a quarter of a sample's keys
+                and values.
         """
-        return 4 * (-(-self.num_slots // split) + 1) * split
+        each = 2 if heavy else 4
+        return each * (-(-self.num_slots // split) + 1) * split
 
     @property
     def _longest(self) -> str:

@@ -18,6 +18,7 @@ COUNTS = {
     "tiny": 3_035_392,
     "small": 39_600_640,
     "demo-lfm2": 886_784,
+    "demo-qwen3.5": 922_960,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
@@ -57,6 +58,11 @@ ROUNDED = {
     "gpt-oss-120b": "116.83",
     "deepseek-v3": "671",  # without the layer that predicts a second token
     "glm-4.5-air": "107",  # likewise
+    # Without the vision tower's 0.46 and the layer that predicts a second token; the
+    # files of 27B hold 27.78.
+    "qwen3.5-9b": "8.95",
+    "qwen3.5-27b": "26.90",
+    "qwen3.5-35b-a3b": "34.66",
 }
 
 # Values that no count of parameters shows: epsilon, rotary base, context, rotary
@@ -66,6 +72,10 @@ UNCOUNTED = {
     "tiny": (1e-6, 1e4, 1024, None),
     "small": (1e-6, 1e4, 4096, None),
     "demo-lfm2": (1e-6, 1e4, 1024, None),
+    "demo-qwen3.5": (1e-6, 1e4, 1024, None),
+    "qwen3.5-9b": (1e-6, 1e7, 262144, None),
+    "qwen3.5-27b": (1e-6, 1e7, 262144, None),
+    "qwen3.5-35b-a3b": (1e-6, 1e7, 262144, None),
     "llama-3.1-8b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.1-70b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.2-1b": (1e-5, 5e5, 131072, 32.0),
@@ -172,7 +182,8 @@ def test_a_preset_survives_its_config_json(name):
 
 def test_initial_values_have_the_deviation_of_the_config():
     ranges = {name: config.initializer_range for name, config in PRESETS.items()}
-    assert ranges.pop("demo") == ranges.pop("demo-lfm2") == 0.045
+    small = {ranges.pop(name) for name in ("demo", "demo-lfm2", "demo-qwen3.5")}
+    assert small == {0.045}
     assert set(ranges.values()) == {0.02}
     values = initialize(jax.random.key(0), param_specs(PRESETS["demo"]))
     for matrix in (

@@ -21,6 +21,7 @@ from jaxrl_post.models import (
     forward,
     logits,
 )
+from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sampler import pages as cache
 from jaxrl_post.sampler.snapshots import Snapshots
@@ -48,8 +49,8 @@ CONFIGS = {
             layers=(0,),
             key_heads=2,
             value_heads=4,
-            key_dim=8,
-            value_dim=4,
+            key_dim=16,
+            value_dim=12,
         ),
     ),
 }
@@ -96,7 +97,16 @@ def model(request):
 
 @functools.partial(jax.jit, static_argnums=0)
 def log_probs(config, params, tokens):
-    return jax.nn.log_softmax(logits(params, config, forward(params, config, tokens)))
+    hidden = forward(params, config, tokens)
+    if isinstance(config.recurrence, GatedDelta):
+        # Chunks of the delta rule add terms that may cancel, and the norm of heads
+        # divides by what is left: one of a thousand random tokens is off by 2e-4.
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        counted = jnp.ones(tokens.shape, jnp.bool_)
+        hidden, _ = exact_forward(
+            params, config, tokens, positions=places, counted=counted
+        )
+    return jax.nn.log_softmax(logits(params, config, hidden))
 
 
 def draw(rng: random.Random, length: int) -> tuple[int, ...]:
@@ -224,6 +234,9 @@ def test_any_traffic(model, seed, pages):
     rng = random.Random(seed)
     sizes = dataclasses.replace(SIZES, cache_tokens=16 * pages)
     sampler, texts = model.engine(sizes), [draw(rng, 20)]
+    slots = [tree.states.room for tree in sampler.scheduler.trees]
+    # States of delta nets are heavy here.
+    assert slots == [20 if model is MODELS["convolution"] else 10]
     waiting, sent = {}, 0
     params, version = model.params, 0
     for _ in range(60):
@@ -253,10 +266,8 @@ def test_any_traffic(model, seed, pages):
     sampler.cancel()
     # What the last chunks began with is given back before the next ones.
     sampler.scheduler.prefill()
-    for tree in sampler.scheduler.trees:
-        slots = sizes.num_states(1)
-        # No slot is lost.
-        assert tree.states.room == slots
+    # No slot is lost.
+    assert [tree.states.room for tree in sampler.scheduler.trees] == slots
 
 
 def wrong(name: str, patch: pytest.MonkeyPatch) -> None:

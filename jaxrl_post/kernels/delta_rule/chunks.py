@@ -213,8 +213,13 @@ def _parts(inputs: Inputs, plan: DeltaPlan) -> _Parts:
         _split(each.astype(jnp.float32), chunks) for each in inputs
     )
     seen = plan.seen[:, :, None]
-    total = product("bnij,bnhj->bnhi", plan.seen.astype(jnp.float32), decay)
-    between = total[..., :, None] - total[..., None, :]
+    # Sums of multiples of 1/256 are exact, so that differences of sums, too, are as
+    # precise as the decays between two tokens and not as all decays before them.
+    coarse = jax.lax.stop_gradient(jnp.round(256 * decay) / 256)
+    path = plan.seen.astype(jnp.float32)
+    sums = [product("bnij,bnhj->bnhi", path, g) for g in (coarse, decay - coarse)]
+    between = sum(total[..., :, None] - total[..., None, :] for total in sums)
+    total = sums[0] + sums[1]
     # Masked before exp, whose gradient would be infinite for what is not seen.
     decays = jnp.where(seen, jnp.exp(jnp.where(seen, between, 0.0)), 0.0)
     kept, keys = jnp.exp(total), beta[..., None] * key

@@ -29,10 +29,12 @@ from jax.sharding import Mesh
 
 from jaxrl_post.kernels.attention import TILE
 from jaxrl_post.kernels.decode_attention import CODE_DTYPES
+from jaxrl_post.kernels.delta_rule import CHUNK
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.models.matrix import INPUT_DIMS, target_name
+from jaxrl_post.models.recurrences import GatedDelta
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
@@ -158,8 +160,9 @@ class ModelWork:
         entries = own * (length + 3 * before)
         attended = Work(pairs * self._cached_pair_flops(), entries * self.cache_bytes)
         embedded = self._lookup(tokens) + self._gather(self._table())
+        mixed = attended + self._delta(tokens, chunked=True)
         exchanged = self._exchanged(needed, tokens)
-        return embedded + self._forward(needed, tokens) + attended + exchanged
+        return embedded + self._forward(needed, tokens) + mixed + exchanged
 
     def decode(
         self,
@@ -191,6 +194,7 @@ class ModelWork:
             pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
         )
         step += self._exchanged(self.products(), local)
+        step += self._delta(local, chunked=False)
         burst = self._gather(self._table())
         for product in self.products():
             step += self._multiplied(product, local)
@@ -234,6 +238,8 @@ class ModelWork:
         # A tile's backward pass computes its scores again, for every `remat`.
         again = int(remat != "none") + int(length > TILE)
         work += Work(pairs * (1 + again + 2), 0.0)
+        # The backward pass computes all of a chunk again but its states.
+        work += self._delta(tokens, chunked=True) * (1 + int(remat != "none") + 1 + 2)
         if scan:
             # Weights into the stack, gradients out of it, each read and written.
             stacked = sum(p.size / p.parts for p in layers)
@@ -396,6 +402,25 @@ class ModelWork:
         """As `_pair_flops`, with a cache; latent attention's keys are also values."""
         _, key, value = self.config.cache_shape
         return self._head_flops(key + (value or key))
+
+    def _delta(self, tokens: float, *, chunked: bool) -> Work:
+        """The delta rule of a device's heads, over all layers that have it.
+
+        Args:
+            tokens: that a device has.
+            chunked: whether they are computed in chunks, or one step of each row.
+        """
+        kind, config = self.config.recurrence, self.config
+        if not isinstance(kind, GatedDelta):
+            return NO_WORK
+        state = kind.key_dim * kind.value_dim
+        products, values = 3 * state, 3.0 * state  # Two are read, and one is written.
+        if chunked:
+            products += 2 * CHUNK * (kind.key_dim + kind.value_dim)
+            values = 2 * state / CHUNK
+        heads = kind.value_heads // self._parts("heads", kind.key_heads)
+        times = tokens * heads * (config.num_layers - config.attention_layers)
+        return Work(2 * products * times, 4 * values * times)
 
     def _head_flops(self, width: int) -> float:
         heads = self.config.num_heads // self._parts("heads", self.config.num_heads)
