@@ -22,8 +22,8 @@ class AdapterConfig:
             rank.
         targets: names of the matrices to adapt: query and value, or q_proj and v_proj,
             as PEFT names them in the model's family. A name such as qkv_proj stands for
-            all that it joins. None, or all-linear, for all of attention and of MLPs,
-            except the experts'.
+            all that it joins. None, or all-linear, for all of attention, recurrences
+            and MLPs, except the experts'.
         rank_stabilized: scale by alpha / sqrt(rank) instead (rsLoRA).
         dora: train magnitude and direction of a matrix separately (DoRA).
         dropout: probability with which an entry of what the adapter's first matrix

@@ -52,8 +52,13 @@ INPUT_DIMS = {
     "output_gate": 1,
     "inputs": 1,
     "outputs": 1,
-    "beta": 1,
-    "decay": 1,
+    "delta_query": 1,
+    "delta_key": 1,
+    "delta_value": 1,
+    "delta_output_gate": 1,
+    "delta_beta": 1,
+    "delta_decay": 1,
+    "delta_output": 2,
     "gate": 1,
     "up": 1,
     "down": 1,
@@ -230,7 +235,8 @@ def target_name(path: str) -> str:
     found = PLACE.fullmatch(path)
     if found is None:
         return ""
-    return f"expert_{found[2]}" if found[1] == "experts" else found[2]
+    kind = {"experts": "expert_", "delta": "delta_"}.get(found[1], "")
+    return kind + found[2]
 
 
 def path_name(path: Any) -> str:

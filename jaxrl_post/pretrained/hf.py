@@ -40,6 +40,7 @@ from jaxrl_post.pretrained.name_map import (
     matches,
     paths,
     present,
+    some,
     without_prefixes,
 )
 from jaxrl_post.pretrained.orbax_files import (
@@ -319,12 +320,18 @@ def _check(
     if config.tie_embeddings or (lm and not config.predicts_tokens):
         head = family.weights[UNEMBEDDING]
         spare = {head.name, *head.also}
-    ignored = (HARMLESS, *family.ignored)
+    layers = config.num_layers, further_layers
+    beside = [name for name in tensors if matches(family.ignored, name, *layers)]
+    if beside:
+        logger.warning(
+            "%s: %s: not part of the policy, such as layers for multi-token "
+            "prediction; left out, and not saved",
+            directory,
+            some(beside),
+        )
 
     def harmless(name: str) -> bool:
-        return name in spare or matches(
-            ignored, name, config.num_layers, further_layers
-        )
+        return name in spare or matches((HARMLESS, *family.ignored), name, *layers)
 
     flat = itertools.chain.from_iterable(entries.values())
     check_tensors(tensors, flat, harmless, directory / CONFIG_FILE)

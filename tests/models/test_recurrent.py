@@ -314,19 +314,20 @@ def test_how_it_is_executed_changes_nothing(kind, execution):
 
 TARGETS = {
     "convolution": ("input_gate", "output_gate", "inputs", "outputs"),
-    "delta": ("query", "key", "value", "output", "output_gate", "beta", "decay"),
-}
+    "delta": (
+        "delta_query", "delta_key", "delta_value", "delta_output",
+        "delta_output_gate", "delta_beta", "delta_decay",
+    ),
+}  # fmt: skip
 
 
 def test_an_adapter_reaches_each_projection(kind):
     targets = TARGETS[kind.name]
     lora = LoRAConfig(rank=2, targets=targets)
     adapter = initialize_adapter(jax.random.key(0), kind.params, kind.config, lora)
-    states = [path for path in adapter if ".attention." not in path]
-    assert len(states) == len(targets) * 3
+    assert len(adapter) == len(targets) * 3
     before = kind.run(kind.params, TOKENS[None])
-    for path in states:
-        part = adapter[path]
+    for path, part in adapter.items():
         changed = adapter | {path: part.replace(up=jnp.ones_like(part.up))}
         policy = adapted(kind.params, changed, kind.config, lora)
         found = kind.run(policy, TOKENS[None])

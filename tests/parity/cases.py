@@ -692,14 +692,15 @@ SEEING = {
     ),
     "qwen3_5": Case(
         "qwen3_5",
-        {**DELTA, "tie_word_embeddings": True, "num_hidden_layers": 2,
+        {**DELTA, "eos_token_id": 2, "tie_word_embeddings": True,
+         "num_hidden_layers": 2,
          "layer_types": ALTERNATE[:2]},
         rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0],
              mrope_interleaved=True),
     ),
     "qwen3_5_moe": Case(
         "qwen3_5_moe",
-        {**DELTA, **DELTA_EXPERTS, "tie_word_embeddings": False},
+        {**DELTA, **DELTA_EXPERTS, "eos_token_id": 2, "tie_word_embeddings": False},
         rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0],
              mrope_interleaved=True),
     ),

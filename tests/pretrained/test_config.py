@@ -316,7 +316,7 @@ def test_llama_has_no_windows():
         ),
         (
             {"model_type": "qwen3_mo"},
-            "unknown model_type 'qwen3_mo'; supported: qwen3_moe, qwen2_moe, ",
+            "unknown model_type 'qwen3_mo'; supported: qwen3_moe, ",
         ),
         ({"hidden_act": "relu"}, "hidden_act must be one of silu, .*; got 'relu'"),
         (

@@ -41,6 +41,8 @@ def read(family, **keys):
         ("kimi_k25", "deepseek_v3"),
         ("qwen3_vl_moe", "qwen3_moe"),
         ("qwen3_vl_moe_released", "qwen3_moe"),
+        ("qwen3_5", "qwen3_5_text"),
+        ("qwen3_5_moe", "qwen3_5_moe_text"),
     ],
 )
 def test_what_is_saved_is_the_text_model_alone(tmp_path, caplog, name, family):
