@@ -37,7 +37,7 @@ LENGTH_EPSILON = 1e-6
 
 
 class _Seen(NamedTuple):
-    """What the convolutions see: inputs by distance, the oldest token's first."""
+    """The inputs that convolutions see, by distance, the oldest token's first."""
 
     query: list[Array]
     key: list[Array]
@@ -182,7 +182,7 @@ def _of_batch(rows: CountedRows, array: Array, shape: tuple[int, ...]) -> Array:
 def _projected(
     params: GatedDeltaParams[Array], x: Array, shape: tuple[int, ...]
 ) -> list[Array]:
-    """What the convolutions of queries, keys and values sum over."""
+    """The inputs of the convolutions of queries, keys and values."""
     weights = params.query, params.key, params.value
     return [to_heads(x, weight, None, shape) for weight in weights]
 

@@ -23,7 +23,7 @@ __all__ = ["Past", "exact_recurrent", "recurrent"]
 
 @struct.dataclass
 class Past:
-    """How the tokens of packed rows follow each other.
+    """The order of the tokens of packed rows along their paths.
 
     Attributes:
         earlier: of `earlier_tokens`, as many distances as the convolutions have.

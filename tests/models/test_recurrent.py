@@ -185,7 +185,7 @@ def test_values_and_gradients_are_those_of_the_recurrence(kind, length):
         wanted,
     )
     own = wanted[0].convolution if wanted[0].delta is None else wanted[0].delta
-    # What decays and which key it was do not show in a sequence of one token.
+    # A sequence of one token shows neither a decay nor which key it had.
     if length > 1:
         assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(own))
 

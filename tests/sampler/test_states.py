@@ -264,7 +264,7 @@ def test_any_traffic(model, seed, pages):
             texts.append((*prompt, *done.tokens.ids.tolist())[:50])
     assert sent > 5
     sampler.cancel()
-    # What the last chunks began with is given back before the next ones.
+    # The states of the last chunks are given back before the next chunks.
     sampler.scheduler.prefill()
     # No slot is lost.
     assert [tree.states.room for tree in sampler.scheduler.trees] == slots

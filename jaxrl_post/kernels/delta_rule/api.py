@@ -17,7 +17,7 @@ __all__ = ["DeltaInputs", "delta_continued", "delta_rule", "delta_step"]
 
 
 class DeltaInputs(NamedTuple):
-    """What tokens do to the state of a head, S [key_dim, value_dim], and ask of it.
+    """The changes that tokens make to a head's state, S, and what they ask of it.
 
         S <- e^decay S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q
 

@@ -36,7 +36,7 @@ product = functools.partial(jnp.einsum, precision="highest")
 
 
 class _Parts(NamedTuple):
-    """What is known of all chunks without a state, float32.
+    """The parts of all chunks that need no state, float32.
 
     Attributes:
         written: U [batch, chunks, heads, chunk, value].
@@ -324,7 +324,7 @@ def _made(
 
 
 def _slot(local: DeltaPlan, number: Array) -> Array:
-    """Where a state that a chunk leaves behind is kept."""
+    """The slots of a state that each row's chunk leaves behind."""
     return jax.lax.dynamic_index_in_dim(local.made_slots, number, 1, keepdims=False)
 
 

@@ -23,7 +23,7 @@ MOST = 128
 
 
 class Places(NamedTuple):
-    """What the tokens of rows begin with, and which states are kept.
+    """The states that the tokens of rows begin with, and those that are kept.
 
     Attributes:
         entries: int32; -1: the state after the token before it in the row, or the
@@ -51,7 +51,7 @@ class Places(NamedTuple):
     def of_trees(
         cls, previous: Int[Array, "batch length"], ends: Int[Array, "batch length"]
     ) -> "Places":
-        """Places in packed rows; the arguments are those of `plan_trees`."""
+        """Places in packed rows; the arguments are as in `plan_trees`."""
         rows, length = ends.shape
         at = jnp.arange(length, dtype=jnp.int32)
         counted = ends > 0
