@@ -2,7 +2,8 @@
 
 `reference/options/*` has the options of each program, from the docstrings and
 annotations of `jaxrl_post.config`; `reference/metrics.md` gets its tables from
-records/metrics.toml, and `reference/names.md` from launch/names.toml. An entry
+records/metrics.toml, `reference/names.md` from launch/names.toml, and
+`reference/models.md` its table and a page for each family from `model_pages`. An entry
 `FOLDER/*` of the navigation stands for the pages of a folder that are named nowhere
 else.
 """
@@ -23,13 +24,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import model_pages  # noqa: E402
 
 from jaxrl_post.config.fields import FREE, Range  # noqa: E402
 from jaxrl_post.records.metric_table import rows  # noqa: E402
 from launch.names import PROGRAMS, names, program_of  # noqa: E402
 
-OPTIONS = "reference/options"
+OPTIONS, MODELS = "reference/options", "reference/models"
 # Names of options and of metrics.
 GROUPS = "|".join({name.partition("/")[0] for name in rows()})
 CODE = re.compile(rf"(?<![\w/])(--[a-z][\w.-]*\w|(?:{GROUPS})/[\w/<>*]*[\w>*])")
@@ -44,10 +47,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the options."""
+    """Adds the pages of the options and of the families."""
     for name in PROGRAMS:
         path = f"{OPTIONS}/{name}.md"
         files.append(File.generated(config, path, content=options_page(name)))
+    for name in _families():
+        content = model_pages.page(name)
+        files.append(File.generated(config, f"{MODELS}/{name}.md", content=content))
     return files
 
 
@@ -191,11 +197,8 @@ def written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value).strip("'") or '""'
 
 
-def families() -> str:
-    """The names of the families."""
-    from jaxrl_post.pretrained.families import FAMILIES
-
-    return ", ".join(f"`{name}`" for name in FAMILIES)
+def _families() -> list[str]:
+    return sorted(model_pages.FAMILIES)
 
 
 def presets() -> str:
@@ -208,7 +211,7 @@ MARKS = {
     "<!-- metrics -->": metrics_tables,
     "<!-- names -->": names_tables,
     "<!-- metrics of the server -->": served_table,
-    "<!-- families -->": families,
+    "<!-- support -->": model_pages.support,
     "<!-- presets -->": presets,
 }
 
@@ -252,6 +255,8 @@ def _expanded(nav: Any, named: set[str], docs: Path) -> Any:
             pages = {f"{folder}/{p.name}" for p in (docs / folder).glob("*.md")}
             if folder == OPTIONS:
                 found += [{f"launch.{n}": f"{folder}/{n}.md"} for n in PROGRAMS]
+            if folder == MODELS:
+                found += [{name: f"{folder}/{name}.md"} for name in _families()]
             found += sorted(pages - named)
         else:
             found.append(_expanded(each, named, docs))

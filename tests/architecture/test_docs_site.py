@@ -1,6 +1,7 @@
 """The docs site: what breaks its build, and the pages written from the code."""
 
 import importlib.util
+import json
 import logging
 from pathlib import Path
 
@@ -145,3 +146,25 @@ def test_a_doctest_is_shown_as_code():
         "Adds.\n\n```pycon\n>>> a = 1\n>>> a\n1\n```\n\nAnd:\n\n"
         "  ```pycon\n  >>> 2\n  2\nReferences:\n  ```\n"
     )
+
+
+def test_each_family_has_a_page_with_its_comparison():
+    models = PAGES.model_pages
+    table = models.support()
+    for name in models.FAMILIES:
+        assert f"[`{name}`](models/{name}.md)" in table
+        written = models.page(name)
+        assert written.startswith(f"# {name}\n")
+        assert "5.24.0" in written
+    qwen = models.page("qwen3_5_text")
+    assert "gated delta nets" in qwen
+    assert "Not: `cp`, `--rollout.guesses`" in qwen
+    assert "in_proj_qkv" in qwen
+
+
+def test_every_case_has_been_compared():
+    fixtures = ROOT / "tests/parity/fixtures"
+    names = {path.name for path in fixtures.iterdir() if path.is_dir()}
+    compared = json.loads((ROOT / "tests/parity/compared.json").read_text())
+    assert names == set(compared)
+    assert all(0 < case["gap"] < 1e-4 for case in compared.values())

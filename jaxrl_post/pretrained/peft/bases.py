@@ -10,7 +10,7 @@ from jaxrl_post.pretrained.families import family_of
 from jaxrl_post.pretrained.name_map import Entry, entries_of
 from jaxrl_post.pretrained.peft.experts import expert_base, expert_parameter
 
-__all__ = ["WEIGHT", "bases", "modules", "targets_of"]
+__all__ = ["WEIGHT", "bases", "module_names", "modules", "targets_of"]
 
 WEIGHT = ".weight"
 # PEFT's word for every linear module but the output; experts' matrices are parameters.
@@ -68,7 +68,7 @@ def targets_of(config: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
             raise ValueError(
                 f"lora: no layer of this {config.model_type} has a matrix {name}; "
                 f"targets may be {', '.join(known)}, or, with PEFT's names, "
-                f"{', '.join(_shown(config))}"
+                f"{', '.join(module_names(config))}"
             )
         found |= dict.fromkeys(own)
     return tuple(found)
@@ -96,8 +96,8 @@ def _named(config: ModelConfig, name: str) -> list[str]:
     return []
 
 
-def _shown(config: ModelConfig) -> list[str]:
-    """Returns the last parts of the modules' names, for messages."""
+def module_names(config: ModelConfig) -> list[str]:
+    """Returns the last parts of PEFT's names of what can be adapted."""
     shown = dict[str, None]()
     for path, base in bases(config, ()).items():
         length = 2 if expert_dims(path) else 1
