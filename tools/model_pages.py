@@ -182,7 +182,7 @@ def _states(config: ModelConfig) -> str:
 
 
 def _exact(config: ModelConfig, parts: int) -> str | None:
-    """Why a model cannot be sampled exactly where `parts` devices split its heads."""
+    """The reason against exact mode if `parts` devices split the heads, or None."""
     try:
         check_exact(config, parts)
     except ValueError as error:

@@ -2,8 +2,7 @@
 
     python -m tests.parity.compare [CASE ...]
 
-A case keeps its date where it is not named. The version of transformers is that of the
-machine that wrote the fixtures.
+A case that is not named keeps its date. VERSION of transformers wrote the fixtures.
 """
 
 import json
