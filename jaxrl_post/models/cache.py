@@ -76,6 +76,12 @@ class StateCache:
 
     replace = dataclasses.replace
 
+    def counted(self, shape: tuple[int, ...]) -> Int[Array, " slots"]:
+        """`counts`, for tokens of the shape [slots, length]."""
+        if self.counts is not None:
+            return self.counts
+        return jnp.full(shape[:1], shape[1], jnp.int32)
+
 
 @struct.dataclass
 class SharedCache:

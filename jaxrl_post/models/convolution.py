@@ -184,7 +184,8 @@ def inputs_before(
         distances: number of tokens before each one.
         earlier: of `earlier_tokens`; None with a state.
         state: the inputs of the tokens before the first, the oldest first.
-        counts: as `StateCache.counts`.
+        counts: int32, tokens of each row that count; they come first. None without a
+            state.
 
     Returns:
         The inputs by distance, and the state after the counted tokens.
@@ -192,10 +193,9 @@ def inputs_before(
     if state is None:
         assert earlier is not None
         return [_at(inputs, each) for each in earlier[::-1]], None
-    rows, length = inputs.shape[:2]
+    length = inputs.shape[1]
     line = jnp.concatenate([state.astype(inputs.dtype), inputs], axis=1)
-    if counts is None:
-        counts = jnp.full((rows,), length, jnp.int32)
+    assert counts is not None
     last = counts[:, None] + jnp.arange(distances, dtype=jnp.int32)
     kept = _taken(line, last).astype(state.dtype)
     return [line[:, i : i + length] for i in range(distances)], kept
@@ -207,7 +207,8 @@ def _before(
     """As `inputs_before`, with a layer's part of a cache."""
     if entry is None:
         return inputs_before(inputs, distances, earlier, None, None)[0], None
-    seen, kept = inputs_before(inputs, distances, None, entry.state, entry.counts)
+    counts = entry.counted(inputs.shape)
+    seen, kept = inputs_before(inputs, distances, None, entry.state, counts)
     return seen, entry.replace(state=kept)
 
 

@@ -81,9 +81,7 @@ def gated_delta(
         found = DeltaInputs(query, key, value, decay, beta)
         out = delta_rule(found, plan, rules)
     else:
-        counts = entry.counts
-        if counts is None:
-            counts = jnp.full(shape[:1], shape[1], jnp.int32)
+        counts = entry.counted(shape)
         if shape[1] == 1:
             # A row without a token keeps its state.
             counted = (counts > 0)[:, None, None]
@@ -156,10 +154,8 @@ def exact_delta(
     found = *map_tiles(mixed, arrays, rows.count), decay, beta
     memory = None
     if entry is not None:
-        counts = entry.counts
-        if counts is None:
-            counts = jnp.full(shape[:1], shape[1], jnp.int32)
-        places, memory = Places.of_rows(counts, shape[1]), entry.state.memory
+        places = Places.of_rows(entry.counted(shape), shape[1])
+        memory = entry.state.memory
     assert places is not None
     tokens = DeltaInputs(*(_of_batch(rows, each, shape) for each in found))
     out, memory = delta_rows(tokens, places, memory)
@@ -205,7 +201,7 @@ def _seen(
     before: list[Array | None] = [None] * 3
     counts, distances = None, params.query_kernel.shape[0] - 1
     if entry is not None:
-        state, counts = entry.state, entry.counts
+        state, counts = entry.state, entry.counted(inputs[0].shape)
         before = [state.query, state.key, state.value]
     found = [
         inputs_before(each, distances, earlier, held, counts)

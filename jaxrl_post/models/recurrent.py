@@ -1,6 +1,6 @@
 """Layers that carry a state: which kind a layer is, and the paths of its tokens."""
 
-import jax
+import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.kernels.delta_rule import DeltaPlan, Places, plan_trees
@@ -52,7 +52,7 @@ class Past:
         if not isinstance(kind, GatedDelta):
             return cls(earlier)
         if ends is None:
-            ends = jax.numpy.full_like(positions, positions.shape[1])
+            ends = jnp.full_like(positions, positions.shape[1])
         if exact:
             return cls(earlier, places=Places.of_trees(earlier[0], ends))
         return cls(earlier, plan_trees(earlier[0], ends))

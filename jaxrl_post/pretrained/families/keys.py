@@ -17,6 +17,7 @@ __all__ = [
     "all_layers",
     "count_of_experts",
     "fixed",
+    "kinds_of_layers",
     "layers_from",
     "option",
     "required_experts",
@@ -156,17 +157,32 @@ def windows(
     return Key(read, write or write_both)
 
 
+def kinds_of_layers(raw: Json, default: Sequence[str], other: str) -> Sequence[str]:
+    """Reads `layer_types`: full attention or another kind for each layer.
+
+    Args:
+        raw: the parsed config.json.
+        default: the kinds if the key is absent.
+        other: the name of the other kind.
+
+    Raises:
+        CheckpointError: a kind is unknown, or the number of layers is wrong.
+    """
+    kinds = default if raw.get("layer_types") is None else raw["layer_types"]
+    known = isinstance(kinds, list) and all(kind in (FULL, other) for kind in kinds)
+    if not known or len(kinds) != len(default):
+        raise CheckpointError(
+            f"layer_types must name {FULL} or {other} for each of {len(default)} "
+            f"layers; got {kinds}"
+        )
+    return kinds
+
+
 def _windows(
     raw: Json, default: Sequence[str], width: int | None
 ) -> tuple[int | None, ...]:
     """Reads the window of every layer; () if all attention is full."""
-    kinds = default if raw.get("layer_types") is None else raw["layer_types"]
-    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-    if not known or len(kinds) != len(default):
-        raise CheckpointError(
-            f"layer_types must name {FULL} or {SLIDING} for each of {len(default)} "
-            f"layers; got {kinds}"
-        )
+    kinds = kinds_of_layers(raw, default, SLIDING)
     if SLIDING not in kinds:
         return ()
     if width is None:

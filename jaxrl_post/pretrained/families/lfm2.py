@@ -9,7 +9,7 @@ from jaxrl_post.models.recurrences import ShortConvolution
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import llama
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.families.keys import Key, required_experts
+from jaxrl_post.pretrained.families.keys import Key, kinds_of_layers, required_experts
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_rope import FULL
 from jaxrl_post.pretrained.hf_values import (
@@ -107,24 +107,13 @@ def _with_width(raw: Json) -> Json:
 
 
 def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        attended = range(config.num_layers)
-        if raw.get("full_attn_idxs") is not None:
-            attended = integers(raw, "full_attn_idxs")
-        kinds = [
-            FULL if layer in attended else CONVOLUTION
-            for layer in range(config.num_layers)
-        ]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != config.num_layers
-        or any(kind not in (FULL, CONVOLUTION) for kind in kinds)
-    ):
-        raise CheckpointError(
-            f"layer_types must name {FULL} or {CONVOLUTION} for each of "
-            f"{config.num_layers} layers; got {kinds}"
-        )
+    attended = range(config.num_layers)
+    if raw.get("full_attn_idxs") is not None:
+        attended = integers(raw, "full_attn_idxs")
+    default = [
+        FULL if layer in attended else CONVOLUTION for layer in range(config.num_layers)
+    ]
+    kinds = kinds_of_layers(raw, default, CONVOLUTION)
     convolution = ShortConvolution(
         kernel=integer(raw, "conv_L_cache", 3),
         layers=tuple(i for i, kind in enumerate(kinds) if kind == CONVOLUTION),

@@ -12,7 +12,7 @@ from jaxrl_post.models.recurrences import GatedDelta
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import qwen
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.families.keys import ATTENTION_BIAS, Key
+from jaxrl_post.pretrained.families.keys import ATTENTION_BIAS, Key, kinds_of_layers
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_rope import FULL
 from jaxrl_post.pretrained.hf_values import Json, integer
@@ -82,21 +82,10 @@ SIZES = {
 
 def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
     every = integer(raw, "full_attention_interval", 4)
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = [
-            LINEAR if (layer + 1) % every else FULL
-            for layer in range(config.num_layers)
-        ]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != config.num_layers
-        or any(kind not in (FULL, LINEAR) for kind in kinds)
-    ):
-        raise CheckpointError(
-            f"layer_types must name {FULL} or {LINEAR} for each of "
-            f"{config.num_layers} layers; got {kinds}"
-        )
+    default = [
+        LINEAR if (layer + 1) % every else FULL for layer in range(config.num_layers)
+    ]
+    kinds = kinds_of_layers(raw, default, LINEAR)
     if FULL not in kinds:
         raise CheckpointError(
             f"layer_types must name {FULL} for one layer at least; got {kinds}"
