@@ -3,7 +3,7 @@
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import head_of, load_adapter
 from jaxrl_post.pretrained.quantized_files import dequantized
 from jaxrl_post.pretrained.stored_layers import check_counts, next_token_layers
-from jaxrl_post.pretrained.tensor_files import Tensor, open_tensors
+from jaxrl_post.pretrained.tensor_files import Tensor, has_tensors, open_tensors
 from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array
@@ -223,7 +223,9 @@ def save(
         params: in any sharding; stored in their own dtype.
         tokenizer: saved with the model.
         source: a model directory whose special-token ids and generation_config.json
-            are copied. Without `source`, config.json has no end-of-text token.
+            are copied, and, where the family has them, layers for multi-token
+            prediction (`Family.carried`) as they are. Without `source`, config.json has
+            no end-of-text token.
         max_file_bytes: limit of tensor bytes per file; larger models get several files.
         weights_format: "orbax" writes the weights as a folder `params` that any program
             with Orbax can read, and transformers cannot. The host then holds a copy of
@@ -239,8 +241,25 @@ def save(
         if weights_format == "orbax":
             write_arrays(staging, values, max_file_bytes, path)
             return
-        entries = entries_of(family_of(config.model_type).weights, param_specs(config))
-        write_parameters(staging, entries, values, max_file_bytes)
+        family = family_of(config.model_type)
+        entries = entries_of(family.weights, param_specs(config))
+        carried = family.carried if source is not None and staging is not None else ()
+        with _carried(Path(source or ""), carried) as others:
+            write_parameters(staging, entries, values, max_file_bytes, others)
+
+
+@contextmanager
+def _carried(directory: Path, patterns: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Opens the tensors of a model directory that are saved again as they are."""
+    if not patterns or not has_tensors(directory):
+        yield {}
+        return
+    with open_tensors(directory) as tensors:
+        yield {
+            name: tensor
+            for name, tensor in tensors.items()
+            if matches(patterns, name, num_layers=0, further_layers=0)
+        }
 
 
 def _check_head(directory: Path, stored: Head, wanted: Head) -> None:
@@ -325,9 +344,10 @@ def _check(
     if beside:
         logger.warning(
             "%s: %s: not part of the policy, such as layers for multi-token "
-            "prediction; left out, and not saved",
+            "prediction; they are not trained, and %s",
             directory,
             some(beside),
+            "saved as they are" if family.carried else "not saved",
         )
 
     def harmless(name: str) -> bool:

@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.layout import Index
 from jaxrl_post.pretrained.name_map import Entry, some
-from jaxrl_post.pretrained.tensor_files import StoredTensor, Tensor, write_tensors
+from jaxrl_post.pretrained.tensor_files import (
+    STORED_DTYPES,
+    StoredTensor,
+    Tensor,
+    write_tensors,
+)
 from jaxrl_post.types import Array
 
 __all__ = ["check_same", "check_tensors", "load_parameter", "write_parameters"]
@@ -127,6 +132,7 @@ def write_parameters(
     entries: Sequence[Entry],
     values: Mapping[str, Array],
     max_file_bytes: int,
+    others: Mapping[str, Tensor],
 ) -> None:
     """Writes parameters as the tensors that the entries name.
 
@@ -136,6 +142,7 @@ def write_parameters(
         entries: entries of all parameters, in the order of writing.
         values: the parameters by path, in any sharding.
         max_file_bytes: limit of tensor data per file, in bytes.
+        others: tensors that are written as they are, in the process that writes.
 
     Raises:
         CheckpointError: a dtype is not supported, or one tensor would have two dtypes.
@@ -153,7 +160,15 @@ def write_parameters(
             )
         tensors.append(StoredTensor(name, parts[0].shape, dtypes.pop()))
 
+    names = {stored: name for name, stored in STORED_DTYPES.items()}
+    tensors += [
+        StoredTensor(name, tensor.shape, names.get(tensor.dtype, tensor.dtype))
+        for name, tensor in others.items()
+    ]
+
     def source(name: str) -> np.ndarray:
+        if name in others:
+            return others[name].fetch(tuple(slice(0, n) for n in others[name].shape))
         parts = sharers[name]
         tensor = np.empty(parts[0].shape, values[parts[0].path].dtype)
         for part in parts:

@@ -26,7 +26,15 @@ from jaxrl_post.jsonl import json_file
 from jaxrl_post.pretrained.errors import CheckpointError, CheckpointWarning
 from jaxrl_post.pretrained.layout import Fetch, Index
 
-__all__ = ["StoredTensor", "Tensor", "open_tensors", "read_json", "write_tensors"]
+__all__ = [
+    "STORED_DTYPES",
+    "StoredTensor",
+    "Tensor",
+    "has_tensors",
+    "open_tensors",
+    "read_json",
+    "write_tensors",
+]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,6 +82,11 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Bytes of the tensor's data."""
         return math.prod(self.shape) * (4 if self.dtype == "float32" else 2)
+
+
+def has_tensors(directory: Path) -> bool:
+    """Whether a directory has tensors that `open_tensors` opens."""
+    return any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 @contextmanager

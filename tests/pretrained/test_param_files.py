@@ -36,7 +36,7 @@ ALWAYS = 1 << 40
 
 def write(directory, specs, arrays, limit=ALWAYS):
     directory.mkdir()
-    write_parameters(directory, entries_of(toy.WEIGHTS, specs), arrays, limit)
+    write_parameters(directory, entries_of(toy.WEIGHTS, specs), arrays, limit, {})
 
 
 def load(tensors, specs, shardings=None, dtype=F32):

@@ -39,6 +39,7 @@ class Family:
             of the family; they are left unread with a warning.
         ignored: patterns of tensors that are left unread; `*` matches any text and `+`
             the number of a layer after the model's own layers.
+        carried: of `ignored`, those that are saved as they were in `save`'s source.
     """
 
     architecture: str
@@ -54,6 +55,7 @@ class Family:
     prefixes: tuple[tuple[str, str], ...] = ()
     vision: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
     def config_from_hf(self, raw: Json) -> ModelConfig:
         """Turns a parsed config.json into our config.

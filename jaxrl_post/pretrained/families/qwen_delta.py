@@ -125,6 +125,7 @@ QWEN3_NEXT = Family(
     ),
     options=OPTIONS,
     ignored=NEXT_TOKEN,
+    carried=NEXT_TOKEN,
 )
 QWEN3_5 = Family(
     "Qwen3_5",
@@ -135,6 +136,7 @@ QWEN3_5 = Family(
     classifier="Qwen3_5Text",
     judges_tokens=False,
     ignored=NEXT_TOKEN,
+    carried=NEXT_TOKEN,
 )
 # It has no dense layers, and always normalises the weights of a token's experts.
 FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
@@ -162,4 +164,5 @@ QWEN3_5_MOE = Family(
     classifier=None,
     judges_tokens=False,
     ignored=NEXT_TOKEN,
+    carried=NEXT_TOKEN,
 )

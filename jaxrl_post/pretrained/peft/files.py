@@ -248,7 +248,7 @@ def save_adapter(
     values = paths(adapter)
     with staged(path) as staging:
         total = sum(value.nbytes for value in values.values())
-        write_parameters(staging, named, values, max_file_bytes=total)
+        write_parameters(staging, named, values, total, {})
         if staging is not None:
             (staging / SINGLE_FILE).rename(staging / TENSOR_FILE)
             (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
