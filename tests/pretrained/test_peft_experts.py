@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_post.models import MixtureOfExperts
+from jaxrl_post.models import MixtureOfExperts, ShortConvolution
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapter_specs, merged
 from jaxrl_post.models.matrix import EXPERTS, matrices
 from jaxrl_post.models.spec import is_spec
@@ -116,6 +116,20 @@ def test_there_and_back(targets, found_targets, rank, stabilized, tmp_path):
 
 
 @pytest.mark.meshes
+def test_experts_beside_joined_matrices(tmp_path):
+    """Three matrices in one tensor: their rank is three times the experts'."""
+    config = dataclasses.replace(
+        QWEN,
+        model_type="lfm2_moe",
+        qk_norm="head",
+        recurrence=ShortConvolution(kernel=3, layers=(0,)),
+    )
+    lora = dataclasses.replace(LORA, targets=("input_gate", *EXPERTS))
+    adapter = saved(tmp_path / "adapter", config, lora)
+    found_lora, found = load_adapter(tmp_path / "adapter", config)
+    assert_same_change(adapter, lora, found, found_lora, config)
+
+
 def test_from_one_mesh_to_another(tmp_path):
     adapter, specs = random_adapter(QWEN, LORA), adapter_specs(QWEN, LORA)
     spread = jax.device_put(adapter, named_shardings(specs, create_mesh("fsdp2,ep4")))

@@ -196,7 +196,7 @@ def save_adapter(
     equal adapter with a multiple of the rank. The same holds for routed experts' gate
     and up, which are one parameter in transformers 5. They need PEFT 0.19.1 or later,
     which warns that it ignores their rank_pattern but applies it. In some families with
-    experts (DeepSeek, GLM), PEFT 0.21 under transformers 5 mistakes the names of MLPs
+    experts (DeepSeek, GLM, Qwen3.5), PEFT 0.21 under transformers 5 mistakes the names of MLPs
     for names of the experts and warns about missing keys: there, merge the adapter, or
     adapt only attention and routed experts.
 

@@ -27,8 +27,8 @@ def joined(
 
     For n parts, A stacks their A and B is block diagonal, so the rank is n times as
     large. The other matrices get the same rank, padded with zeros, since some servers
-    do not support different ranks. Only routed experts' gate and up have their own
-    rank, because they are the larger part of a file.
+    do not support different ranks. Only routed experts' matrices have their own rank,
+    because they are the larger part of a file.
 
     Args:
         config: the base model's config.
@@ -58,7 +58,7 @@ def joined(
             )
         first = expert_dims(group[0])
         blocks = len(owns) if first else count
-        if first and blocks > 1:
+        if first and (blocks > 1 or blocks != count):
             own = widened(lora, blocks)
             by_target |= {target_name(path): own for path in group}
         wide |= _side_by_side(bases, group, owns, blocks)

@@ -34,6 +34,7 @@ CHECKPOINTS = (
     "glm4_moe_lite",
     "gpt_oss",
     "granite_biases",
+    "lfm2",
     "llama_biases",
     "llama_mha",
     "ministral3",
@@ -43,7 +44,9 @@ CHECKPOINTS = (
     "phi3_window",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next_released",
     "solar_open",
     "youtu",
 )
@@ -54,6 +57,8 @@ EXPERTS_ALONE = (
     "dots1",
     "glm4_moe",
     "glm4_moe_lite",
+    "qwen3_5_moe_text",
+    "qwen3_next_released",
     "solar_open",
 )
 MLP = ("gate", "up", "down")

@@ -37,6 +37,11 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 # `out_proj` is of convolutions and of attention.
 CONVOLVED = ["in_proj", "out_proj", "q_proj", "w1", "w2", "w3"]
+DELTA = [
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj",
+    "o_proj", "up_proj",
+]  # fmt: skip
+GROUPED = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"]
 LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DORA_RS = {"use_dora": True, "use_rslora": True}
 DOWN = ["mlp.experts.down_proj"]
@@ -107,6 +112,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe-experts": {"target_modules": [], "target_parameters": EXPERTS},
     "lfm2-joined": {"target_modules": CONVOLVED},
     "lfm2_biases_untied-dora": {"target_modules": CONVOLVED, "use_dora": True},
+    "qwen3_5_text-delta": {"target_modules": DELTA},
+    "qwen3_next_released-grouped_dora": {"target_modules": GROUPED, "use_dora": True},
 }
 
 
