@@ -196,9 +196,9 @@ def save_adapter(
     equal adapter with a multiple of the rank. The same holds for routed experts' gate
     and up, which are one parameter in transformers 5. They need PEFT 0.19.1 or later,
     which warns that it ignores their rank_pattern but applies it. In some families with
-    experts (DeepSeek, GLM, Qwen3.5), PEFT 0.21 under transformers 5 mistakes the names of MLPs
-    for names of the experts and warns about missing keys: there, merge the adapter, or
-    adapt only attention and routed experts.
+    experts (DeepSeek, GLM, Qwen3.5), PEFT 0.21 under transformers 5 mistakes the names
+    of MLPs for names of the experts and warns about missing keys: there, merge the
+    adapter, or adapt only attention and routed experts.
 
     Saving is atomic: `path` is complete or does not exist. Of several processes all
     call it, and process 0 writes.
