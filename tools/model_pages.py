@@ -52,6 +52,11 @@ def cases() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {name: [] for name in FAMILIES}
     for file in sorted(CASES.glob("fixtures/*/config.json")):
         raw, name = json.loads(file.read_text(encoding="utf-8")), file.parent.name
+        if name not in compared:
+            raise ValueError(
+                f"tests/parity/compared.json: no entry for the fixture {name}; run "
+                f"python -m tests.parity.compare {name}"
+            )
         case = Case(name, raw, read_config(raw), compared[name])
         found[raw["model_type"]].append(case)
     return found
