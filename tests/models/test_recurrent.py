@@ -300,6 +300,22 @@ def test_a_cache_that_is_filled_in_parts_is_one_forward(kind):
         np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
 
+def test_a_row_without_a_token_keeps_its_state(kind):
+    """To the bit, in a step beside a row that has one."""
+    cache = KVCache.zeros(kind.config, 2, 32, jnp.float32)
+    view = dataclasses.replace(cache, counts=jnp.array([8, 8], jnp.int32))
+    part = jnp.asarray(TOKENS[:16]).reshape(2, 8)
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    _, before = extend(kind.config, kind.params, part, positions, view)
+    view = dataclasses.replace(before, counts=jnp.array([0, 1], jnp.int32))
+    step = jnp.full((2, 1), 8)
+    _, after = extend(kind.config, kind.params, part[:, :1], step, view)
+    pairs = zip(*map(jax.tree.leaves, (before.states, after.states)), strict=True)
+    for old, new in pairs:
+        np.testing.assert_array_equal(new[0], old[0])
+        assert np.any(new[1] != old[1])
+
+
 @pytest.mark.parametrize(
     "execution",
     [Execution(scan=True), Execution(remat="full"), Execution("dots", scan=True)],

@@ -387,6 +387,6 @@ SAMPLER = [
         "models/delta.py::gated_delta",
         "jnp.where(counted, decay, 0)",
         "decay",
-        "sampler/test_states.py",
+        "models/test_recurrent.py",
     ),
 ]
