@@ -301,7 +301,7 @@ def test_a_cache_that_is_filled_in_parts_is_one_forward(kind):
 
 
 def test_a_row_without_a_token_keeps_its_state(kind):
-    """To the bit, in a step beside a row that has one."""
+    """A step of another row leaves it as it is, to the bit."""
     cache = KVCache.zeros(kind.config, 2, 32, jnp.float32)
     view = dataclasses.replace(cache, counts=jnp.array([8, 8], jnp.int32))
     part = jnp.asarray(TOKENS[:16]).reshape(2, 8)
