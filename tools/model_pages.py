@@ -130,7 +130,7 @@ def _parts(found: list[Case]) -> Iterator[str]:
         yield "Multi-head latent attention; the cache holds latents."
     else:
         yield "Grouped-query attention."
-    if any(each.windows for each in configs):
+    if any(layer.window for each in configs for layer in each.layers):
         yield "Sliding windows in some or all layers."
     if any(each.sinks for each in configs):
         yield "An extra logit for each head in the softmax."

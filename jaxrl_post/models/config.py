@@ -5,7 +5,8 @@ their defaults. All options here change the model's outputs. Mesh, kernels and t
 precision are configured elsewhere.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from jaxrl_post.models.recurrences import Recurrence
@@ -15,6 +16,7 @@ __all__ = [
     "Head",
     "Indexer",
     "LatentAttention",
+    "LayerSpec",
     "MixtureOfExperts",
     "ModelConfig",
     "QueryScaling",
@@ -102,8 +104,6 @@ class Indexer:
         top_k: number of keys that a query sees.
         num_heads: heads of the indexer.
         head_dim: width of its heads.
-        shared_layers: layers without an indexer; they see the keys that the layer
-            before them sees.
         context: context length of the sparse model, in tokens.
 
     References:
@@ -113,7 +113,6 @@ class Indexer:
     top_k: int
     num_heads: int
     head_dim: int
-    shared_layers: tuple[int, ...] = ()
     context: int = 4096
 
 
@@ -176,7 +175,6 @@ class MixtureOfExperts:
         biases: biases in the experts.
         shared_size: width of a shared MLP for every token; 0 for none.
         shared_gate: whether the sigmoid of a projection scales the shared MLP.
-        dense_layers: layers with a dense MLP instead of experts.
     """
 
     num_experts: int
@@ -194,7 +192,6 @@ class MixtureOfExperts:
     biases: bool = False
     shared_size: int = 0
     shared_gate: bool = False
-    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -218,6 +215,39 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """The parts of one layer, which may differ from those of other layers.
+
+    Attributes:
+        mixer: the part that combines tokens: attention; the recurrence of the config;
+            or None for a layer with an MLP alone.
+        mlp: the part after it: a dense MLP; the mixture of experts of the config; or
+            None for a layer with a mixer alone.
+        window: sliding window of attention in tokens, None for full attention.
+        rotated: whether attention has rotary embeddings.
+        indexed: whether sparse attention has an indexer here. Without one, a query sees
+            the keys that it sees in the layer before.
+    """
+
+    mixer: Literal["attention", "recurrence"] | None = "attention"
+    mlp: Literal["dense", "experts"] | None = "dense"
+    window: int | None = None
+    rotated: bool = True
+    indexed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mixer is None and self.mlp is None:
+            raise ValueError(
+                "config: a layer must have a mixer or an MLP; got None for both"
+            )
+
+    def difference(self, other: "LayerSpec") -> str | None:
+        """The name of the first attribute that differs, or None."""
+        names = (field.name for field in fields(self))
+        return next((n for n in names if getattr(self, n) != getattr(other, n)), None)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture and sizes of a decoder; hashable, a static jit argument.
 
@@ -238,7 +268,6 @@ class ModelConfig:
         rope_interleaved: neighbouring dims rotate together, not the two halves.
         local_rope_theta: base in layers with a window, without scaling; None if all
             layers have the same rotary embedding.
-        unrotated_layers: layers without rotary embeddings.
         qkv_bias: biases on the query, key and value projections.
         output_bias: bias on the attention's output projection.
         mlp_bias: biases in the MLP.
@@ -246,8 +275,6 @@ class ModelConfig:
             over all heads; None for none.
         qkv_clip: bound of the absolute values of queries, keys and values.
         tie_embeddings: the embedding also maps hidden states to logits.
-        windows: each layer's sliding window in tokens, None for full attention; the
-            empty tuple means full attention everywhere.
         sinks: each head has a learned extra logit in the softmax, without a value
             (arXiv:2309.17453).
         attention_scale: factor of the scores; None for head_dim ** -0.5.
@@ -263,8 +290,10 @@ class ModelConfig:
         logit_divisor: divisor of the logits, applied before the softcap.
         latent: multi-head latent attention; None for grouped-query attention.
         experts: a mixture of experts instead of the MLP; None for dense layers.
-        recurrence: layers that carry a state in place of attention, and what they are;
-            None for attention in all.
+        recurrence: the kind of layers that carry a state in place of attention; None
+            for attention in all.
+        layers: each layer's parts. The empty tuple, which is stored for such layers
+            too: attention everywhere, without windows, and experts if there are any.
         attention_gate: attention's output is multiplied by the sigmoid of a gate, which
             the second half of the queries' projection gives for each head.
         initializer_range: standard deviation of initial matrices and embeddings.
@@ -290,14 +319,12 @@ class ModelConfig:
     rotary_dim: int | None = None
     rope_interleaved: bool = False
     local_rope_theta: float | None = None
-    unrotated_layers: tuple[int, ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "joint"] | None = None
     qkv_clip: float | None = None
     tie_embeddings: bool = False
-    windows: tuple[int | None, ...] = ()
     sinks: bool = False
     attention_scale: float | None = None
     query_scaling: QueryScaling | None = None
@@ -312,6 +339,7 @@ class ModelConfig:
     latent: LatentAttention | None = None
     experts: MixtureOfExperts | None = None
     recurrence: Recurrence | None = None
+    layers: tuple[LayerSpec, ...] = ()
     attention_gate: bool = False
     initializer_range: float = 0.02
     head: Head = "lm"
@@ -366,22 +394,25 @@ class ModelConfig:
             )
 
     def _check_layers(self) -> None:
-        if self.windows and len(self.windows) != self.num_layers:
+        """Checks the layers, and stores layers that are all alike as ()."""
+        if self.layers and len(self.layers) != self.num_layers:
             raise ValueError(
-                f"config: windows must be empty or name all {self.num_layers} layers; "
-                f"got {len(self.windows)} entries"
+                f"config: layers must be empty or name all {self.num_layers} layers; "
+                f"got {len(self.layers)} entries"
             )
-        dense = () if self.experts is None else self.experts.dense_layers
-        recurrent = () if self.recurrence is None else self.recurrence.layers
-        for name, layers in (
-            ("unrotated_layers", self.unrotated_layers),
-            ("experts.dense_layers", dense),
-            ("recurrence.layers", recurrent),
+        layers = [self.layer(index) for index in range(self.num_layers)]
+        for name, used in (
+            ("experts", any(layer.mlp == "experts" for layer in layers)),
+            ("recurrence", any(layer.mixer == "recurrence" for layer in layers)),
         ):
-            if any(not 0 <= layer < self.num_layers for layer in layers):
+            if used != (getattr(self, name) is not None):
                 raise ValueError(
-                    f"config: {name} must lie in 0..{self.num_layers - 1}; got {layers}"
+                    f"config: {name} must be given if a layer has it, and None if no "
+                    f"layer has it; got {getattr(self, name)} and "
+                    f"{self.count(name)} such layers"
                 )
+        if all(layer == self._plain_layer for layer in layers):
+            object.__setattr__(self, "layers", ())
 
     def _check_scaling(self) -> None:
         """Refuses a scaling that divides by 0 or has tables of a wrong size."""
@@ -408,24 +439,36 @@ class ModelConfig:
         if problem:
             raise ValueError(f"config: rope_scaling of type {scaling.kind} {problem}")
 
+    @property
+    def _plain_layer(self) -> LayerSpec:
+        return LayerSpec(mlp="dense" if self.experts is None else "experts")
+
+    def layer(self, index: int) -> LayerSpec:
+        """The parts of a layer."""
+        return self.layers[index] if self.layers else self._plain_layer
+
+    def changed_layers(
+        self, change: Callable[[int, LayerSpec], LayerSpec]
+    ) -> tuple[LayerSpec, ...]:
+        """Every layer as `change` makes it of its number and its parts."""
+        return tuple(change(i, self.layer(i)) for i in range(self.num_layers))
+
     def window(self, layer: int) -> int | None:
         """Sliding-window width of a layer, None for full attention."""
-        return self.windows[layer] if self.windows else None
+        return self.layer(layer).window
 
     def layer_experts(self, layer: int) -> MixtureOfExperts | None:
-        """Mixture of experts of a layer, None for a dense layer."""
-        experts = self.experts
-        return None if experts is None or layer in experts.dense_layers else experts
+        """Mixture of experts of a layer, None for a layer without."""
+        return self.experts if self.layer(layer).mlp == "experts" else None
 
     def recurrent(self, layer: int) -> Recurrence | None:
-        """The recurrence of a layer, None for a layer with attention."""
-        found = self.recurrence
-        return None if found is None or layer not in found.layers else found
+        """The recurrence of a layer, None for a layer without."""
+        return self.recurrence if self.layer(layer).mixer == "recurrence" else None
 
-    @property
-    def attention_layers(self) -> int:
-        """Number of layers with attention."""
-        return sum(self.recurrent(i) is None for i in range(self.num_layers))
+    def count(self, part: str) -> int:
+        """Number of layers with a part: attention, recurrence, dense or experts."""
+        layers = map(self.layer, range(self.num_layers))
+        return sum(part in (layer.mixer, layer.mlp) for layer in layers)
 
     @property
     def has_states(self) -> bool:

@@ -309,15 +309,7 @@ def _scan(
 
 def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
     """Groups the layers as (first, period, repeats), with equal layers per period."""
-    kinds = [
-        (
-            config.window(i),
-            config.layer_experts(i),
-            i in config.unrotated_layers,
-            config.recurrent(i),
-        )
-        for i in range(config.num_layers)
-    ]
+    kinds = [config.layer(i) for i in range(config.num_layers)]
     found, first = [], 0
     while first < len(kinds):
         best = (1, 1)
@@ -399,16 +391,16 @@ def _mixed(
         shape = place.positions.shape
         return recurrent(config, params, x, shape, place.past, entry, rules)
     assert not isinstance(entry, StateCache)
-    window = config.window(index)
-    tables = place.tables if window is None else place.local_tables
-    if index in config.unrotated_layers:
+    spec = config.layer(index)
+    tables = place.tables if spec.window is None else place.local_tables
+    if not spec.rotated:
         tables = None
     context = Context(
         positions=place.positions,
         ends=place.ends,
         indices=place.indices,
         tables=tables,
-        window=window,
+        window=spec.window,
         entry=entry,
         kernels=place.kernels,
     )

@@ -256,12 +256,11 @@ def _projected(
 
     With latent attention, queries, no gates, and entries.
     """
-    window, at = config.window(index), positions[None]
-    tables = None
-    if index not in config.unrotated_layers:
-        local = window is not None and config.local_rope_theta is not None
+    spec, at, tables = config.layer(index), positions[None], None
+    if spec.rotated:
+        local = spec.window is not None and config.local_rope_theta is not None
         tables = rope_tables(config, at, local=local)
-    context = Context(at, None, None, tables, window, None)
+    context = Context(at, None, None, tables, spec.window, None)
     x, attention = hidden, params.attention
     if params.attention_norm is not None:
         x = norm(config, x, params.attention_norm)

@@ -442,17 +442,17 @@ def _latent(
         output=matrix((heads, latent.value_dim, hidden), (*head_axes, "embed")),
         kv_down_bias=when(config.qkv_bias, zeros((width,), ("rank",))),
         output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),
-        indexer=_indexer(hidden, latent, layer),
+        indexer=_indexer(config, latent, layer),
         **queries,
     )
 
 
 def _indexer(
-    hidden: int, latent: LatentAttention, layer: int
+    config: ModelConfig, latent: LatentAttention, layer: int
 ) -> IndexerParams[ParamSpec] | None:
     """Specs without weight decay, so that no optimizer changes what has no gradient."""
-    indexer, rank = latent.indexer, latent.query_rank
-    if indexer is None or rank is None or layer in indexer.shared_layers:
+    indexer, rank, hidden = latent.indexer, latent.query_rank, config.hidden_size
+    if indexer is None or rank is None or not config.layer(layer).indexed:
         return None
     heads, dim = indexer.num_heads, indexer.head_dim
     kept = functools.partial(matrix, decay=False)

@@ -15,7 +15,6 @@ class ShortConvolution:
 
     Attributes:
         kernel: number of tokens of a sum, at least 2.
-        layers: the layers that have a convolution instead of attention.
         bias: whether the projections and the sums have biases.
 
     References:
@@ -23,7 +22,6 @@ class ShortConvolution:
     """
 
     kernel: int
-    layers: tuple[int, ...]
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -44,7 +42,6 @@ class GatedDelta:
 
     Attributes:
         kernel: number of tokens of a convolution's sums, at least 2.
-        layers: the layers that have a delta net instead of attention.
         key_heads: heads of queries and keys.
         value_heads: heads of values, a multiple of `key_heads`; each key head serves
             as many neighbouring ones.
@@ -56,7 +53,6 @@ class GatedDelta:
     """
 
     kernel: int
-    layers: tuple[int, ...]
     key_heads: int
     value_heads: int
     key_dim: int

@@ -46,8 +46,7 @@ def check_counts(
     if not numbered or config.experts is None:
         return
     experts, wanted = _count(EXPERT, names), config.experts.num_experts
-    sparse = len(set(config.experts.dense_layers)) < config.num_layers
-    if sparse and wanted > experts:
+    if wanted > experts:
         raise CheckpointError(
             f"{config_file}: asks for {wanted} experts a layer, but the weights have "
             f"{experts} experts"

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.models import (
     DecoderParams,
     KVCache,
+    LayerSpec,
     ModelConfig,
     forward,
     logits,
@@ -26,7 +27,7 @@ from tests.packed_rows import ends_of
 # Every optional part, and a window in the second layer.
 RICH = dataclasses.replace(
     tiny.CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="head",
-    tie_embeddings=True, windows=(None, 3),
+    tie_embeddings=True, layers=(LayerSpec(), LayerSpec(window=3)),
 )  # fmt: skip
 ONE_LAYER = dataclasses.replace(tiny.CONFIG, num_layers=1)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -94,7 +95,7 @@ def test_no_token_sees_the_future(rich):
 
 def test_windows_bound_how_far_a_token_is_felt():
     """Two layers that look back 3 tokens, themselves included, reach back 4."""
-    config = dataclasses.replace(tiny.CONFIG, windows=(3, 3))
+    config = dataclasses.replace(tiny.CONFIG, layers=(LayerSpec(window=3),) * 2)
     row = tokens(1, 9)
     before = run(tiny.shared(), config, row)
     after = run(tiny.shared(), config, row.at[0, 1].add(1))
@@ -278,7 +279,7 @@ def test_an_equal_config_is_not_traced_again():
     for seed in range(3):
         traced(
             tiny.shared(),
-            dataclasses.replace(RICH, windows=()),
+            dataclasses.replace(RICH, layers=()),
             tokens(1, 4, seed=seed),
         )
     assert len(traces) == 1

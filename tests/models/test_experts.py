@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.models import (
+    LayerSpec,
     MixtureOfExperts,
     ModelConfig,
     forward,
@@ -30,7 +31,6 @@ SHARED = dataclasses.replace(
     group_score="top2",
     correction_bias=True,
     shared_size=20,
-    dense_layers=(0,),
 )
 BIASED = dataclasses.replace(EXPERTS, router_bias=True, biases=True)
 GATED = dataclasses.replace(
@@ -42,6 +42,9 @@ def config_of(experts, **changes):
     base = ModelConfig(
         "qwen3_moe", 40, 16, 24, 2, num_heads=4, num_kv_heads=2, experts=experts
     )
+    if experts is SHARED:
+        layers = LayerSpec(), LayerSpec(mlp="experts")
+        base = dataclasses.replace(base, layers=layers)
     return dataclasses.replace(base, **changes)
 
 
@@ -299,7 +302,6 @@ def test_experts_that_make_no_sense_are_refused(changes, message):
         dataclasses.replace(EXPERTS, **changes)
 
 
-def test_dense_layers_beyond_the_last_are_refused():
-    experts = dataclasses.replace(EXPERTS, dense_layers=(2,))
-    with pytest.raises(ValueError, match=r"experts\.dense_layers must lie in 0\.\.1"):
-        config_of(experts)
+def test_experts_that_no_layer_has_are_refused():
+    with pytest.raises(ValueError, match=r"experts must be .* None if no layer has it"):
+        dataclasses.replace(config_of(EXPERTS), layers=(LayerSpec(),) * 2)

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_post.models import (
     KVCache,
     LatentAttention,
+    LayerSpec,
     MixtureOfExperts,
     ModelConfig,
     forward,
@@ -36,7 +37,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # One layer each: a window, sinks, biases, norms of queries and keys;
 GROUPED = dataclasses.replace(
     tiny.CONFIG, num_layers=1, qkv_bias=True, output_bias=True, mlp_bias=True,
-    qk_norm="head", windows=(3,), sinks=True,
+    qk_norm="head", layers=(LayerSpec(window=3),), sinks=True,
 )  # fmt: skip
 # latent queries, experts and an MLP that they share;
 LATENT = ModelConfig(
@@ -110,8 +111,8 @@ def test_scale():
 
 def test_specs_of_every_matrix_of_a_layer():
     """Shapes and axes of the base's, split between inputs and outputs."""
-    experts = dataclasses.replace(LATENT.experts, dense_layers=(0,))
-    config = dataclasses.replace(LATENT, num_layers=2, experts=experts)
+    layers = LayerSpec(), LayerSpec(mlp="experts")
+    config = dataclasses.replace(LATENT, num_layers=2, layers=layers)
     specs = adapter_specs(config, lora_of(config, dora=True))
     assert sorted(path for path in specs if path.startswith("layers.1.")) == [
         f"layers.1.{name}"

@@ -11,6 +11,7 @@ import pytest
 from jaxrl_post.models import (
     GatedDelta,
     KVCache,
+    LayerSpec,
     LoRAConfig,
     ModelConfig,
     ShortConvolution,
@@ -25,13 +26,16 @@ from jaxrl_post.sharding import DEFAULT_RULES
 from tests import tiny
 
 KERNEL = 3
+STATES = LayerSpec("recurrence")
+LAYERS = STATES, STATES, LayerSpec(), STATES
 CONFIGS = {
     "convolution": dataclasses.replace(
         tiny.CONFIG,
         model_type="lfm2",
         num_layers=4,
         qk_norm="head",
-        recurrence=ShortConvolution(kernel=KERNEL, layers=(0, 1, 3), bias=True),
+        recurrence=ShortConvolution(kernel=KERNEL, bias=True),
+        layers=LAYERS,
     ),
     "delta": dataclasses.replace(
         tiny.CONFIG,
@@ -43,12 +47,12 @@ CONFIGS = {
         attention_gate=True,
         recurrence=GatedDelta(
             kernel=KERNEL,
-            layers=(0, 1, 3),
             key_heads=2,
             value_heads=4,
             key_dim=8,
             value_dim=6,
         ),
+        layers=LAYERS,
     ),
 }
 PARAMS = {name: tiny.params(config) for name, config in CONFIGS.items()}
@@ -358,9 +362,15 @@ def test_rows_in_chunks_are_refused(kind):
 
 def test_a_config_is_checked(kind):
     with pytest.raises(ValueError, match="kernel must be at least 2; got 1"):
-        ShortConvolution(kernel=1, layers=())
-    with pytest.raises(ValueError, match=r"recurrence.layers must lie in 0..3"):
-        dataclasses.replace(kind.config, recurrence=ShortConvolution(3, (4,)))
+        ShortConvolution(kernel=1)
+    with pytest.raises(ValueError, match=r"layers must be empty or name all 4 layers"):
+        dataclasses.replace(kind.config, layers=kind.config.layers[1:])
+    with pytest.raises(ValueError, match="recurrence must be given if a layer has it"):
+        dataclasses.replace(kind.config, recurrence=None)
+    with pytest.raises(ValueError, match="recurrence must be given if a layer has it"):
+        dataclasses.replace(kind.config, layers=())
+    with pytest.raises(ValueError, match="a mixer or an MLP; got None for both"):
+        LayerSpec(None, None)
     specs = param_specs(kind.config).layers
     assert [layer.attention is None for layer in specs] == [True, True, False, True]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.models import (
+    LayerSpec,
     MixtureOfExperts,
     ModelConfig,
     forward,
@@ -18,19 +19,26 @@ from jaxrl_post.models import (
 from jaxrl_post.models.decoder import Execution, _repetitions
 
 SIZES = 64, 16, 24, 4, 2, 1
-EXPERTS = MixtureOfExperts(4, 2, 16, dense_layers=(0,))
+EXPERTS = MixtureOfExperts(4, 2, 16)
+WINDOWED, SPARSE = LayerSpec(window=4), LayerSpec(mlp="experts")
 CONFIGS = {
     "alike": (ModelConfig("llama", *SIZES), [(0, 1, 4)]),
     "alternating": (
-        ModelConfig("gemma2", *SIZES, windows=(4, None) * 2),
+        ModelConfig("gemma2", *SIZES, layers=(WINDOWED, LayerSpec()) * 2),
         [(0, 2, 2)],
     ),
     "dense_first": (
-        ModelConfig("moe", *SIZES, experts=EXPERTS),
+        ModelConfig(
+            "moe", *SIZES, experts=EXPERTS, layers=(LayerSpec(), *[SPARSE] * 3)
+        ),
         [(0, 1, 1), (1, 1, 3)],
     ),
     "rest": (
-        ModelConfig("smollm3", *SIZES, unrotated_layers=(1,)),
+        ModelConfig(
+            "smollm3",
+            *SIZES,
+            layers=(LayerSpec(), LayerSpec(rotated=False), *[LayerSpec()] * 2),
+        ),
         [(0, 1, 1), (1, 1, 1), (2, 1, 2)],
     ),
 }

@@ -159,7 +159,10 @@ def test_prefill_and_decode_equal_one_forward(folder):
 def test_scaling_and_windows_show_in_the_logits(checkpoint):
     """Far above the tolerance, so a decoder without them fails the tests above."""
     case = load(checkpoint)
-    plain = dataclasses.replace(case.config, rope_scaling=None, windows=())
+    layers = case.config.changed_layers(
+        lambda _, spec: dataclasses.replace(spec, window=None)
+    )
+    plain = dataclasses.replace(case.config, rope_scaling=None, layers=layers)
     change = gap(score(plain, case.params, case.tokens), case.expected)
     # Dynamic scaling does nothing within the original context.
     if plain == case.config or checkpoint.name.endswith("dynamic_within"):
@@ -231,7 +234,7 @@ def test_fixtures_cover_what_they_claim():
     assert any(c.num_kv_heads == c.num_heads > 1 for c in configs)
     assert any(c.head_dim * c.num_heads != c.hidden_size for c in configs)
     assert any(c.output_bias and c.mlp_bias for c in configs)
-    assert any(c.windows for c in configs)
+    assert any(layer.window for c in configs for layer in c.layers)
     assert any((f / "model.safetensors.index.json").is_file() for f in folders)
     keys = [(f / "config.json").read_text() for f in folders]
     assert {"rope_parameters" in text for text in keys} == {True, False}

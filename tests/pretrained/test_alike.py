@@ -7,9 +7,10 @@ import dataclasses
 
 import pytest
 
-from jaxrl_post.models import Indexer, ModelConfig, QueryScaling, RopeScaling
+from jaxrl_post.models import Indexer, LayerSpec, ModelConfig, QueryScaling, RopeScaling
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.families import read_config, write_config
+from jaxrl_post.pretrained.families.layers import dense_layers, windows_of
 
 SIZES = {
     "vocab_size": 72,
@@ -30,8 +31,12 @@ def read(family, **keys):
 @pytest.mark.parametrize(
     ("family", "keys", "expected"),
     [
-        ("ministral", {}, {"windows": (4096,) * 3, "num_kv_heads": 8, "head_dim": 8}),
-        ("ministral", {"sliding_window": None}, {"windows": ()}),
+        (
+            "ministral",
+            {},
+            {"layers": (LayerSpec(window=4096),) * 3, "num_kv_heads": 8, "head_dim": 8},
+        ),
+        ("ministral", {"sliding_window": None}, {"layers": ()}),
         (
             "ministral3",
             {},
@@ -41,7 +46,7 @@ def read(family, **keys):
                 "rope_theta": 1e6,
                 "rope_scaling": YARN,
                 "query_scaling": QueryScaling(0.1, 16384),
-                "windows": (),
+                "layers": (),
             },
         ),
         # The dictionary of the class has a base of its own.
@@ -59,7 +64,7 @@ def read(family, **keys):
             "cwm",
             {},
             {
-                "windows": (None, 8192, 8192),
+                "layers": (LayerSpec(), *[LayerSpec(window=8192)] * 2),
                 "head_dim": 128,
                 "num_kv_heads": 8,
                 "rope_theta": 1e6,
@@ -141,7 +146,7 @@ def test_glm_46_and_47_are_glm4_moe():
     assert (config.qk_norm, config.rotary_dim, config.max_length) == (
         "head", 64, 202752
     )  # fmt: skip
-    assert config.experts.dense_layers == (0, 1, 2)
+    assert dense_layers(config) == [0, 1, 2]
     assert (config.experts.num_experts, config.experts.shared_size) == (160, 1536)
     assert read_config(write_config(config)) == config
     # As transformers 5 spells them.
@@ -155,17 +160,17 @@ def test_experts_where_keys_are_absent():
     solar = read("solar_open")
     assert (solar.head_dim, solar.num_kv_heads, solar.rope_theta) == (128, 8, 1e6)
     assert solar.experts.expert_size == solar.intermediate_size == 1280
-    assert (solar.experts.num_experts, solar.experts.dense_layers) == (128, ())
+    assert (solar.experts.num_experts, dense_layers(solar)) == (128, [])
     flash = read("glm4_moe_lite")
     assert (flash.latent.nope_dim, flash.latent.value_dim) == (192, 256)
-    assert (flash.experts.num_experts, flash.experts.dense_layers) == (64, (0,))
+    assert (flash.experts.num_experts, dense_layers(flash)) == (64, [0])
     assert (flash.experts.scale, flash.latent.query_rank) == (1.8, 768)
     counts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
     dots = read(
         "dots1", **counts, num_key_value_heads=None, norm_topk_prob=None,
         sliding_window=6, max_window_layers=1,
     )  # fmt: skip
-    assert (dots.num_kv_heads, dots.windows) == (8, (None, 6, 6))
+    assert (dots.num_kv_heads, windows_of(dots)) == (8, [None, 6, 6])
     assert not dots.experts.normalize
 
 
@@ -178,7 +183,7 @@ def test_the_indexer_limits_the_context_and_is_written_back():
     assert glm5.indexer == Indexer(2048, 32, 128, context=1024)
     assert (glm5.max_length, glm5.rms_norm_eps) == (1024, 1e-5)
     assert (glm5.latent.nope_dim, glm5.latent.value_dim) == (192, 256)
-    assert (glm5.experts.dense_layers, glm5.experts.num_groups) == ((0, 1, 2), 1)
+    assert (dense_layers(glm5), glm5.experts.num_groups) == ([0, 1, 2], 1)
     keys = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128}
     keys |= {"max_position_embeddings": 1024, "indexer_rope_interleave": True}
     keys |= {"indexer_types": ["full"] * 8, "first_k_dense_replace": 3}
@@ -196,7 +201,8 @@ def test_the_indexer_limits_the_context_and_is_written_back():
 )
 def test_three_spellings_of_the_layers_that_share_a_choice(keys):
     config = read("glm_moe_dsa", num_hidden_layers=11, **keys)
-    assert config.indexer.shared_layers == (3, 4, 5, 7, 8, 9)
+    shared = [i for i in range(11) if not config.layer(i).indexed]
+    assert shared == [3, 4, 5, 7, 8, 9]
     assert read_config(write_config(config)) == config
 
 

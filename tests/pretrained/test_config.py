@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.models import ModelConfig, RopeScaling, param_specs
+from jaxrl_post.models import LayerSpec, ModelConfig, RopeScaling, param_specs
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.pretrained import CheckpointError
@@ -92,6 +92,12 @@ SMALL = {
 }
 LLAMA = {"model_type": "llama", **SMALL}
 QWEN2 = {"model_type": "qwen2", **SMALL}
+
+
+def windowed(*widths: int | None) -> tuple[LayerSpec, ...]:
+    return tuple(LayerSpec(window=width) for width in widths)
+
+
 QWEN3 = {"model_type": "qwen3", **SMALL}
 
 
@@ -130,7 +136,7 @@ def test_qwen_families_differ_in_biases_and_norms():
     second, third = read_config(QWEN_2_5_7B), read_config(QWEN_3_0_6B)
     assert (second.qkv_bias, second.output_bias, second.qk_norm) == (True, False, None)
     assert (third.qkv_bias, third.output_bias, third.qk_norm) == (False, False, "head")
-    assert second.windows == third.windows == ()
+    assert second.layers == third.layers == ()
     assert third.head_dim == 128
     assert isinstance(third.rope_theta, float)
 
@@ -295,12 +301,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 )
 @pytest.mark.parametrize("family", [QWEN2, QWEN3])
 def test_windows(family, keys, windows):
-    assert read_config({**family, **keys}).windows == windows
+    assert read_config({**family, **keys}).layers == windowed(*windows)
 
 
 def test_llama_has_no_windows():
     raw = {**LLAMA, **SLIDING, "max_window_layers": 0}
-    assert read_config(raw).windows == ()
+    assert read_config(raw).layers == ()
 
 
 @pytest.mark.parametrize(
@@ -399,7 +405,7 @@ BASE = read_config(LLAMA)
                 "yarn", 2.0, 32, mscale=0.5, mscale_all_dim=0.1, truncate=False
             ),
         ),
-        dataclasses.replace(read_config(QWEN2), windows=(5, None, 5)),
+        dataclasses.replace(read_config(QWEN2), layers=windowed(5, None, 5)),
         dataclasses.replace(read_config(QWEN3), qkv_bias=True, output_bias=True),
     ],
 )
@@ -437,7 +443,9 @@ def test_written_keys_are_those_of_transformers():
         "rope_scaling": scaling,
         "rope_parameters": {**scaling, "rope_theta": 7.0},
     }
-    raw = write_config(dataclasses.replace(read_config(QWEN2), windows=(None, 5, 5)))
+    raw = write_config(
+        dataclasses.replace(read_config(QWEN2), layers=windowed(None, 5, 5))
+    )
     assert raw["use_sliding_window"] is True
     assert (raw["sliding_window"], raw["max_window_layers"]) == (5, 1)
     assert raw["layer_types"] == ["full_attention"] + ["sliding_attention"] * 2
@@ -448,9 +456,12 @@ def test_written_keys_are_those_of_transformers():
     [
         ({"qkv_bias": True}, "llama checkpoints cannot express output_bias=False"),
         ({"qk_norm": "head"}, "llama checkpoints cannot express qk_norm='head'"),
-        ({"windows": (5, 5, 5)}, r"cannot express windows=\(5, 5, 5\) .* \(None, None"),
         (
-            {"model_type": "qwen2", "qkv_bias": True, "windows": (5, 6, None)},
+            {"layers": windowed(5, 5, 5)},
+            r"cannot express layers\[0\].window=5 .* read back as None",
+        ),
+        (
+            {"model_type": "qwen2", "qkv_bias": True, "layers": windowed(5, 6, None)},
             r"windows must all have one width to be written; got \[5, 6\]",
         ),
         (

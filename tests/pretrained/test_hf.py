@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_post import pretrained
-from jaxrl_post.models import ModelConfig, unembedding
+from jaxrl_post.models import LayerSpec, ModelConfig, unembedding
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 from tests import tiny
@@ -27,7 +27,11 @@ LLAMA = ModelConfig(
 )
 TIED = dataclasses.replace(LLAMA, tie_embeddings=True)
 QWEN3 = dataclasses.replace(
-    LLAMA, model_type="qwen3", qk_norm="head", windows=(None, 3), tie_embeddings=True
+    LLAMA,
+    model_type="qwen3",
+    qk_norm="head",
+    tie_embeddings=True,
+    layers=(LayerSpec(), LayerSpec(window=3)),
 )
 QWEN2 = dataclasses.replace(LLAMA, model_type="qwen2", qkv_bias=True)
 

@@ -18,7 +18,7 @@ import pytest
 import tensorstore
 
 from jaxrl_post import pretrained
-from jaxrl_post.models import MixtureOfExperts, ModelConfig
+from jaxrl_post.models import LayerSpec, MixtureOfExperts, ModelConfig
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.name_map import paths
 from jaxrl_post.pretrained.orbax_files import CHUNK_BYTES
@@ -38,7 +38,8 @@ EXPERTS = dataclasses.replace(
     CONFIG,
     model_type="qwen3_moe",
     qk_norm="head",
-    experts=MixtureOfExperts(4, 2, 8, dense_layers=(0,)),
+    experts=MixtureOfExperts(4, 2, 8),
+    layers=(LayerSpec(), LayerSpec(mlp="experts")),
 )
 VALUE = dataclasses.replace(CONFIG, head="value")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_post.models import MixtureOfExperts, ShortConvolution
+from jaxrl_post.models import LayerSpec, MixtureOfExperts, ShortConvolution
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapter_specs, merged
 from jaxrl_post.models.matrix import EXPERTS, matrices
 from jaxrl_post.models.spec import is_spec
@@ -122,7 +122,8 @@ def test_experts_beside_joined_matrices(tmp_path):
         QWEN,
         model_type="lfm2_moe",
         qk_norm="head",
-        recurrence=ShortConvolution(kernel=3, layers=(0,)),
+        recurrence=ShortConvolution(kernel=3),
+        layers=(LayerSpec("recurrence", "experts"), LayerSpec(mlp="experts")),
     )
     lora = dataclasses.replace(LORA, targets=("input_gate", *EXPERTS))
     adapter = saved(tmp_path / "adapter", config, lora)

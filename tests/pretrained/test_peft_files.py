@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_post.models import LatentAttention, MixtureOfExperts, ModelConfig
+from jaxrl_post.models import LatentAttention, LayerSpec, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.adapters.lora import (
     LoRAConfig,
     adaptable,
@@ -33,7 +33,8 @@ LATENT = ModelConfig(
     latent=LatentAttention(
         kv_rank=8, nope_dim=6, rope_dim=4, value_dim=10, query_rank=12
     ),
-    experts=MixtureOfExperts(4, 2, 12, shared_size=20, dense_layers=(0,)),
+    experts=MixtureOfExperts(4, 2, 12, shared_size=20),
+    layers=(LayerSpec(), LayerSpec(mlp="experts")),
 )  # fmt: skip
 PHI = dataclasses.replace(tiny.CONFIG, model_type="phi3", num_layers=1)
 

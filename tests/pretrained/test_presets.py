@@ -9,6 +9,7 @@ import pytest
 from jaxrl_post.models import param_specs
 from jaxrl_post.models.spec import initialize, is_spec
 from jaxrl_post.pretrained.families import read_config, write_config
+from jaxrl_post.pretrained.families.layers import dense_layers, windows_of
 from jaxrl_post.pretrained.presets import PRESETS
 
 # Parameters that can be trained: of safetensors' metadata, with what is tied once; by
@@ -120,11 +121,17 @@ def count(name: str) -> int:
     return sum(spec.size for spec in specs)
 
 
+def _unrotated(name: str) -> list[int]:
+    """Layers without rotary embeddings."""
+    config = PRESETS[name]
+    return [i for i in range(config.num_layers) if not config.layer(i).rotated]
+
+
 def active(name: str) -> int:
     """Parameters that one token meets, with the embedding's."""
     config = PRESETS[name]
     experts = config.experts
-    layers = config.num_layers - len(experts.dense_layers)
+    layers = config.count("experts")
     idle = experts.num_experts - experts.experts_per_token
     return count(name) - layers * idle * 3 * config.hidden_size * experts.expert_size
 
@@ -170,11 +177,7 @@ def test_active_parameters_as_published(name, billions):
 def test_a_preset_survives_its_config_json(name):
     config = PRESETS[name]
     again = read_config(write_config(config))
-    # Full attention has two spellings.
-    windows = tuple(config.window(layer) for layer in range(config.num_layers))
-    again_windows = tuple(again.window(layer) for layer in range(again.num_layers))
-    assert windows == again_windows
-    same = {"windows": (), "rotary_dim": None, "attention_scale": None}
+    same = {"rotary_dim": None, "attention_scale": None}
     assert dataclasses.replace(config, **same) == dataclasses.replace(again, **same)
     assert config.rotated_dims == again.rotated_dims
     assert config.score_scale == again.score_scale
@@ -199,25 +202,25 @@ def test_what_families_derive_from_the_sizes():
     gemma = PRESETS["gemma-2-27b"]
     assert gemma.score_scale == 144**-0.5
     assert gemma.embedding_scale == 4608**0.5
-    assert gemma.windows[:3] == (4096, None, 4096)
+    assert windows_of(gemma)[:3] == [4096, None, 4096]
     assert PRESETS["gemma-2-2b"].score_scale == 256**-0.5
     assert PRESETS["gemma-2-9b"].score_scale == 256**-0.5
     assert (gemma.attention_softcap, gemma.logit_softcap) == (50.0, 30.0)
-    assert PRESETS["gemma-3-1b"].windows[4:7] == (512, None, 512)
+    assert windows_of(PRESETS["gemma-3-1b"])[4:7] == [512, None, 512]
     assert PRESETS["gemma-3-1b"].local_rope_theta == 10000.0
-    assert PRESETS["smollm3-3b"].unrotated_layers == tuple(range(3, 36, 4))
-    assert PRESETS["gpt-oss-20b"].windows[:2] == (128, None)
+    assert _unrotated("smollm3-3b") == list(range(3, 36, 4))
+    assert windows_of(PRESETS["gpt-oss-20b"])[:2] == [128, None]
     assert PRESETS["gpt-oss-20b"].sinks
     deepseek = PRESETS["deepseek-v3"]
-    assert deepseek.experts.dense_layers == (0, 1, 2)
+    assert dense_layers(deepseek) == [0, 1, 2]
     assert deepseek.cache_shape == (1, 576, 0)
     glm = PRESETS["glm-4.5-air"]
     assert glm.rotated_dims == 64
     assert (glm.experts.scale, deepseek.experts.scale) == (1.0, 2.5)
-    assert glm.experts.dense_layers == (0,)
-    assert PRESETS["gemma-3-4b"].windows[4:7] == (1024, None, 1024)
+    assert dense_layers(glm) == [0]
+    assert windows_of(PRESETS["gemma-3-4b"])[4:7] == [1024, None, 1024]
     assert PRESETS["qwen2.5-7b"].qkv_bias
-    assert PRESETS["phi-3-mini-4k"].windows == (2047,) * 32
+    assert windows_of(PRESETS["phi-3-mini-4k"]) == [2047] * 32
 
 
 def test_initial_values_have_the_published_deviation():

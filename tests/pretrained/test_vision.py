@@ -81,7 +81,7 @@ def test_absent_keys_mean_what_transformers_assumes():
     assert (qwen3.rope_theta, qwen3.max_length, qwen3.head_dim) == (5e5, 128000, 128)
     # Its layers see everything, even against the keys of Qwen3.
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    assert read("qwen3_vl", text_config={**wide, **sliding}).windows == ()
+    assert read("qwen3_vl", text_config={**wide, **sliding}).layers == ()
     moe = read("qwen3_vl_moe", text_config={**SIZES, "num_attention_heads": 16})
     assert (moe.num_kv_heads, moe.max_length, moe.experts.num_experts) == (
         16,

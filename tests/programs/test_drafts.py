@@ -79,7 +79,8 @@ def test_models_with_states_neither_guess_nor_are_guessed(model, save):
         "model_type": "lfm2",
         "qk_norm": "head",
         "qkv_bias": False,
-        "recurrence": models.ShortConvolution(kernel=3, layers=(0,)),
+        "recurrence": models.ShortConvolution(kernel=3),
+        "layers": (models.LayerSpec("recurrence"), models.LayerSpec()),
     }
     stateful = dataclasses.replace(
         model, config=dataclasses.replace(model.config, **changes)

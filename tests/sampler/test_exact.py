@@ -17,6 +17,7 @@ from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.models import (
     GatedDelta,
     LatentAttention,
+    LayerSpec,
     MixtureOfExperts,
     RopeScaling,
     ShortConvolution,
@@ -63,7 +64,7 @@ FAMILIES = {
     ),
     "windows": dataclasses.replace(
         DENSE,
-        windows=(20, None),
+        layers=(LayerSpec(window=20), LayerSpec()),
         attention_softcap=20.0,
         logit_softcap=15.0,
         norm_plus_one=True,
@@ -104,8 +105,8 @@ FAMILIES = {
             group_score="top2",
             correction_bias=True,
             shared_size=8,
-            dense_layers=(0,),
         ),
+        layers=(LayerSpec(), LayerSpec(mlp="experts")),
     ),
     # As LFM2 with experts: states, and one layer with keys between them.
     "convolutions": dataclasses.replace(
@@ -114,14 +115,18 @@ FAMILIES = {
         num_layers=3,
         qk_norm="head",
         tie_embeddings=True,
-        recurrence=ShortConvolution(kernel=3, layers=(0, 2), bias=True),
+        recurrence=ShortConvolution(kernel=3, bias=True),
+        layers=(
+            LayerSpec("recurrence"),
+            LayerSpec("attention"),
+            LayerSpec("recurrence", "experts"),
+        ),
         experts=MixtureOfExperts(
             num_experts=8,
             experts_per_token=2,
             expert_size=24,
             scoring="sigmoid",
             correction_bias=True,
-            dense_layers=(0, 1),
         ),
     ),
     # As Qwen3.5 with experts: delta nets, and gated attention between them.
@@ -135,11 +140,15 @@ FAMILIES = {
         rotary_dim=2,
         recurrence=GatedDelta(
             kernel=4,
-            layers=(0, 2),
             key_heads=8,
             value_heads=16,
             key_dim=6,
             value_dim=4,
+        ),
+        layers=(
+            LayerSpec("recurrence", "experts"),
+            LayerSpec("attention", "experts"),
+            LayerSpec("recurrence", "experts"),
         ),
         experts=MixtureOfExperts(
             num_experts=8,
@@ -309,7 +318,7 @@ def test_every_recorded_logprob_is_the_trainers(family, dtype):
 def test_on_meshes(family, dtype, spec):
     config = FAMILIES[family]
     # One layer compiles in half the time; `test_everywhere` has two.
-    config = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
+    config = dataclasses.replace(config, num_layers=1, layers=config.layers[:1])
     adapter = family in ("dense", "latent")
     check(config, dtype, spec, adapter=adapter, top_p=0.8 if adapter else 1.0)
 

@@ -16,6 +16,7 @@ import pytest
 
 from jaxrl_post.models import (
     GatedDelta,
+    LayerSpec,
     ModelConfig,
     ShortConvolution,
     forward,
@@ -35,7 +36,10 @@ CONFIGS = {
         num_layers=4,
         qk_norm="head",
         tie_embeddings=True,
-        recurrence=ShortConvolution(kernel=3, layers=(0, 1, 3), bias=True),
+        recurrence=ShortConvolution(kernel=3, bias=True),
+        layers=tuple(
+            map(LayerSpec, ("recurrence", "recurrence", "attention", "recurrence"))
+        ),
     ),
     "delta": dataclasses.replace(
         tiny.CONFIG,
@@ -48,12 +52,12 @@ CONFIGS = {
         attention_gate=True,
         recurrence=GatedDelta(
             kernel=4,
-            layers=(0,),
             key_heads=2,
             value_heads=4,
             key_dim=16,
             value_dim=12,
         ),
+        layers=(LayerSpec("recurrence"), LayerSpec("attention")),
     ),
 }
 # Prompts of several chunks and pages; samples of several bursts.

@@ -228,13 +228,24 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     }
     expected, found = _comparable(config), _comparable(read_config(raw))
     if found != expected:
-        name = next(n for n, v in vars(expected).items() if getattr(found, n) != v)
+        name, wanted, read = _first_difference(expected, found)
         raise CheckpointError(
-            f"{config.model_type} checkpoints cannot express {name}="
-            f"{getattr(expected, name)!r} with the rest of the config; "
-            f"it would be read back as {getattr(found, name)!r}"
+            f"{config.model_type} checkpoints cannot express {name}={wanted!r} with "
+            f"the rest of the config; it would be read back as {read!r}"
         )
     return raw
+
+
+def _first_difference(one: ModelConfig, other: ModelConfig) -> tuple[str, Any, Any]:
+    """The name of the first attribute that differs, and both values."""
+    for index in range(one.num_layers):
+        mine, its = one.layer(index), other.layer(index)
+        name = mine.difference(its)
+        if name is not None:
+            of_layer = f"layers[{index}].{name}"
+            return of_layer, getattr(mine, name), getattr(its, name)
+    name = next(n for n, v in vars(one).items() if getattr(other, n) != v)
+    return name, getattr(one, name), getattr(other, name)
 
 
 def _architecture(config: ModelConfig, family: Family) -> str:
@@ -269,13 +280,11 @@ def _labels(config: ModelConfig) -> dict[str, Any]:
 def _comparable(config: ModelConfig) -> ModelConfig:
     """Removes differences without a meaning, for a comparison of configs.
 
-    Derived values replace None, and full attention gets one spelling. `rope_scaling` is
-    dropped, because it has fields that its kind does not use; families write it exactly
-    or raise.
+    Derived values replace None. `rope_scaling` is dropped, because it has fields that
+    its kind does not use; families write it exactly or raise.
     """
     return replace(
         config,
-        windows=tuple(config.window(layer) for layer in range(config.num_layers)),
         rope_scaling=None,
         rotary_dim=config.rotated_dims,
         attention_scale=config.score_scale,

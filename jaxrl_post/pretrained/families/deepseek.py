@@ -23,6 +23,7 @@ from jaxrl_post.pretrained.families.keys import (
     required_experts,
     written,
 )
+from jaxrl_post.pretrained.families.layers import dense_layers, with_experts
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import (
     Json,
@@ -203,15 +204,14 @@ def _read_softmax_experts(raw: Json, config: ModelConfig) -> ModelConfig:
         num_groups=integer(raw, "n_group") if method == GROUPED else 1,
         groups_per_token=integer(raw, "topk_group") if method == GROUPED else 1,
         shared_size=size * integer(raw, "n_shared_experts", 2),
-        dense_layers=glm.first_dense(0)(raw, config.num_layers),
     )
-    return glm.with_experts(config, experts)
+    return with_experts(config, experts, glm.first_dense(0)(raw, config.num_layers))
 
 
 def _write_softmax_experts(config: ModelConfig) -> dict[str, Any]:
     experts = required_experts(config)
     return {
-        **glm.balanced_to_hf(experts),
+        **glm.balanced_to_hf(config),
         "topk_method": GREEDY if experts.num_groups == 1 else GROUPED,
         "scoring_func": "softmax",
     }
@@ -259,9 +259,8 @@ def _dense_by_type(absent: glm.DenseLayers) -> glm.DenseLayers:
 
 
 def _write_types(config: ModelConfig) -> dict[str, Any]:
-    layers = range(config.num_layers)
-    dense = layers if config.experts is None else config.experts.dense_layers
-    kinds = [DENSE if layer in dense else SPARSE for layer in layers]
+    dense = dense_layers(config)
+    kinds = [DENSE if i in dense else SPARSE for i in range(config.num_layers)]
     return {"mlp_layer_types": kinds, "topk_method": "noaux_tc"}
 
 
@@ -326,12 +325,14 @@ def _indexed(heads: int, *, shares: bool) -> Key:
             top_k=integer(raw, "index_topk", 2048),
             num_heads=integer(raw, "index_n_heads", heads),
             head_dim=integer(raw, "index_head_dim", 128),
-            shared_layers=layers,
             context=context,
         )
         return replace(
             config,
             max_length=min(context, indexer.top_k),
+            layers=config.changed_layers(
+                lambda i, spec: replace(spec, indexed=i not in layers)
+            ),
             latent=replace(latent, indexer=indexer),
         )
 
@@ -341,7 +342,7 @@ def _indexed(heads: int, *, shares: bool) -> Key:
             raise CheckpointError(
                 f"{config.model_type} checkpoints cannot express indexer=None"
             )
-        shared = [layer in indexer.shared_layers for layer in layers]
+        shared = [not config.layer(layer).indexed for layer in layers]
         kinds = {
             "indexer_types": [SHARED if each else OWN for each in shared],
             "index_topk_pattern": "".join("S" if each else "F" for each in shared),

@@ -12,9 +12,11 @@ from jaxrl_post.pretrained.families.keys import (
     Key,
     layers_from,
     option,
+    required_experts,
     windows,
     written,
 )
+from jaxrl_post.pretrained.families.layers import dense_layers, with_experts
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, number, optional_flag
 from jaxrl_post.pretrained.layout import Weight
@@ -87,26 +89,20 @@ def balanced_experts(defaults: MixtureOfExperts, dense: DenseLayers) -> Key:
             group_score="top2",
             correction_bias=True,
             shared_size=size * integer(raw, "n_shared_experts", 1),
-            dense_layers=layers,
         )
-        return with_experts(config, experts)
+        return with_experts(config, experts, layers)
 
     def write(config: ModelConfig) -> dict[str, Any]:
         if config.experts is None:
             return {"first_k_dense_replace": config.num_layers}
-        return balanced_to_hf(config.experts)
+        return balanced_to_hf(config)
 
     return Key(read, write)
 
 
-def with_experts(config: ModelConfig, experts: MixtureOfExperts) -> ModelConfig:
-    """Gives a config its experts, unless all layers are dense."""
-    dense = len(experts.dense_layers) == config.num_layers
-    return replace(config, experts=None if dense else experts)
-
-
-def balanced_to_hf(experts: MixtureOfExperts) -> dict[str, Any]:
+def balanced_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Writes the keys of balanced experts."""
+    experts = required_experts(config)
     return {
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,
@@ -116,7 +112,7 @@ def balanced_to_hf(experts: MixtureOfExperts) -> dict[str, Any]:
         "n_group": experts.num_groups,
         "topk_group": experts.groups_per_token,
         "n_shared_experts": experts.shared_size // experts.expert_size,
-        "first_k_dense_replace": len(experts.dense_layers),
+        "first_k_dense_replace": len(dense_layers(config)),
     }
 
 

@@ -6,6 +6,13 @@ from typing import Any, NamedTuple
 
 from jaxrl_post.models.config import MixtureOfExperts, ModelConfig
 from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families.layers import (
+    kinds_of_layers,
+    layer_types,
+    windows_of,
+    with_experts,
+    with_windows,
+)
 from jaxrl_post.pretrained.hf_rope import FULL, SLIDING
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, optional_integer
 
@@ -17,7 +24,6 @@ __all__ = [
     "all_layers",
     "count_of_experts",
     "fixed",
-    "kinds_of_layers",
     "layers_from",
     "option",
     "required_experts",
@@ -146,7 +152,7 @@ def windows(
             SLIDING if slides(layer) and not none else FULL
             for layer in range(config.num_layers)
         ]
-        return replace(config, windows=_windows(raw, default, found))
+        return with_windows(config, _windows(raw, default, found))
 
     def write_both(config: ModelConfig) -> dict[str, Any]:
         found = single_window(config)
@@ -157,46 +163,17 @@ def windows(
     return Key(read, write or write_both)
 
 
-def kinds_of_layers(raw: Json, default: Sequence[str], other: str) -> Sequence[str]:
-    """Reads `layer_types`: full attention or another kind for each layer.
-
-    Args:
-        raw: the parsed config.json.
-        default: the kinds if the key is absent.
-        other: the name of the other kind.
-
-    Raises:
-        CheckpointError: a kind is unknown, or the number of layers is wrong.
-    """
-    kinds = default if raw.get("layer_types") is None else raw["layer_types"]
-    known = isinstance(kinds, list) and all(kind in (FULL, other) for kind in kinds)
-    if not known or len(kinds) != len(default):
-        raise CheckpointError(
-            f"layer_types must name {FULL} or {other} for each of {len(default)} "
-            f"layers; got {kinds}"
-        )
-    return kinds
-
-
 def _windows(
     raw: Json, default: Sequence[str], width: int | None
 ) -> tuple[int | None, ...]:
-    """Reads the window of every layer; () if all attention is full."""
+    """Reads the window of every layer."""
     kinds = kinds_of_layers(raw, default, SLIDING)
-    if SLIDING not in kinds:
-        return ()
-    if width is None:
+    if width is None and SLIDING in kinds:
         raise CheckpointError(
             f"layer_types names {SLIDING}, but use_sliding_window is not true or "
             f"sliding_window is null; set both or make every layer {FULL}"
         )
     return tuple(width if kind == SLIDING else None for kind in kinds)
-
-
-def layer_types(config: ModelConfig) -> dict[str, Any]:
-    """Writes `layer_types`."""
-    found = [config.window(layer) for layer in range(config.num_layers)]
-    return {"layer_types": [FULL if width is None else SLIDING for width in found]}
 
 
 def single_window(config: ModelConfig) -> int | None:
@@ -205,7 +182,7 @@ def single_window(config: ModelConfig) -> int | None:
     Raises:
         CheckpointError: the windows have several widths.
     """
-    widths = sorted({width for width in config.windows if width})
+    widths = sorted({width for width in windows_of(config) if width})
     if len(widths) > 1:
         raise CheckpointError(
             f"windows must all have one width to be written; got {widths}"
@@ -220,21 +197,17 @@ def uniform_window(config: ModelConfig) -> int | None:
         CheckpointError: the layers' windows differ.
     """
     width = single_window(config)
-    if width is not None and None in config.windows:
+    if width is not None and None in windows_of(config):
         raise CheckpointError(
             f"{config.model_type} checkpoints have one window for all layers; got "
-            f"windows={config.windows}"
+            f"windows of {windows_of(config)}"
         )
     return width
 
 
 def _read_one_window(raw: Json, config: ModelConfig) -> ModelConfig:
     width = optional_integer(raw, "sliding_window")
-    return (
-        config
-        if width is None
-        else replace(config, windows=(width,) * config.num_layers)
-    )
+    return with_windows(config, (width,) * config.num_layers)
 
 
 # All layers have the window `sliding_window`; null means no window.
@@ -274,7 +247,7 @@ def wide_experts(
 
     def read_all(raw: Json, config: ModelConfig) -> ModelConfig:
         found = replace(read(raw), expert_size=config.intermediate_size)
-        return replace(config, experts=found)
+        return with_experts(config, found, ())
 
     def write_all(config: ModelConfig) -> dict[str, Any]:
         experts = required_experts(config)

@@ -9,7 +9,14 @@ from jaxrl_post.models.recurrences import ShortConvolution
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import llama
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.families.keys import Key, kinds_of_layers, required_experts
+from jaxrl_post.pretrained.families.keys import Key, required_experts
+from jaxrl_post.pretrained.families.layers import (
+    dense_layers,
+    kinds_of_layers,
+    recurrent_types,
+    with_experts,
+    with_recurrence,
+)
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_rope import FULL
 from jaxrl_post.pretrained.hf_values import (
@@ -116,23 +123,19 @@ def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
     kinds = kinds_of_layers(raw, default, CONVOLUTION)
     convolution = ShortConvolution(
         kernel=integer(raw, "conv_L_cache", 3),
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == CONVOLUTION),
         bias=flag(raw, "conv_bias", False),
     )
-    return replace(config, recurrence=convolution)
+    return with_recurrence(config, convolution, kinds)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    convolution = config.recurrence
+    convolution = config.recurrence or ShortConvolution(kernel=3)
     if not isinstance(convolution, ShortConvolution):
         raise CheckpointError(
             f"{config.model_type} checkpoints cannot express recurrence={convolution}"
         )
     return {
-        "layer_types": [
-            CONVOLUTION if i in convolution.layers else FULL
-            for i in range(config.num_layers)
-        ],
+        "layer_types": recurrent_types(config, CONVOLUTION),
         "conv_L_cache": convolution.kernel,
         "conv_bias": convolution.bias,
         "norm_eps": config.rms_norm_eps,
@@ -165,10 +168,8 @@ def _read_experts(raw: Json, config: ModelConfig) -> ModelConfig:
         normalize_epsilon=1e-6,
         scale=number(raw, "routed_scaling_factor", 1.0),
         correction_bias=flag(raw, "use_expert_bias", True),
-        dense_layers=tuple(range(dense)),
     )
-    every = dense == config.num_layers
-    return replace(config, experts=None if every else experts)
+    return with_experts(config, experts, range(dense))
 
 
 def _write_experts(config: ModelConfig) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": experts.normalize,
         "routed_scaling_factor": experts.scale,
         "use_expert_bias": experts.correction_bias,
-        "num_dense_layers": len(experts.dense_layers),
+        "num_dense_layers": len(dense_layers(config)),
     }
 
 

@@ -15,6 +15,7 @@ from jaxrl_post.pretrained.families.keys import (
     windows,
     written,
 )
+from jaxrl_post.pretrained.families.layers import windows_of
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, flag, integer, integers, number
 from jaxrl_post.pretrained.layout import Weight
@@ -201,13 +202,15 @@ def _rotated(raw: Json, num_layers: int) -> list[int]:
 
 def _read_unrotated(raw: Json, config: ModelConfig) -> ModelConfig:
     rotated = _rotated(raw, config.num_layers)
-    unrotated = tuple(layer for layer, used in enumerate(rotated) if not used)
-    return replace(config, unrotated_layers=unrotated)
+    layers = config.changed_layers(
+        lambda i, spec: replace(spec, rotated=bool(rotated[i]))
+    )
+    return replace(config, layers=layers)
 
 
 def _write_unrotated(config: ModelConfig) -> dict[str, Any]:
     layers = range(config.num_layers)
-    return {"no_rope_layers": [int(i not in config.unrotated_layers) for i in layers]}
+    return {"no_rope_layers": [int(config.layer(i).rotated) for i in layers]}
 
 
 def _unrotated_slide(raw: Json):
@@ -224,7 +227,7 @@ SMOLLM3 = Family(
     keys=(
         Key(_read_unrotated, _write_unrotated),
         windows(_unrotated_slide),
-        written(lambda config: {"use_sliding_window": bool(config.windows)}),
+        written(lambda config: {"use_sliding_window": any(windows_of(config))}),
         ATTENTION_BIAS,
         MLP_BIAS,
     ),

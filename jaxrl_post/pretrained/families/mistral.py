@@ -11,11 +11,11 @@ from jaxrl_post.pretrained.families.keys import (
     ONE_WINDOW,
     Key,
     all_layers,
-    layer_types,
     single_window,
     wide_experts,
     windows,
 )
+from jaxrl_post.pretrained.families.layers import layer_types, windows_of
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import Json, integer, number
 from jaxrl_post.pretrained.layout import Weight
@@ -36,7 +36,7 @@ MIXTRAL_WEIGHTS: Mapping[str, Weight] = {
 
 def _write_windows(config: ModelConfig) -> dict[str, Any]:
     # With `layer_types`, AutoConfig of transformers treats the model as a ministral.
-    mixed = bool(config.windows) and None in config.windows
+    mixed = len(set(windows_of(config))) > 1
     return {
         "sliding_window": single_window(config),
         **(layer_types(config) if mixed else {}),

@@ -11,13 +11,18 @@ from jaxrl_post.pretrained.families.keys import (
     ATTENTION_BIAS,
     Key,
     count_of_experts,
-    layer_types,
     layers_from,
     option,
     required_experts,
     single_window,
     uniform_window,
     windows,
+)
+from jaxrl_post.pretrained.families.layers import (
+    dense_layers,
+    layer_types,
+    with_experts,
+    with_windows,
 )
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_values import (
@@ -148,7 +153,7 @@ def _read_all_or_none(raw: Json, config: ModelConfig) -> ModelConfig:
     width = optional_integer(raw, "sliding_window", 4096)
     if not flag(raw, "use_sliding_window", False) or width is None:
         return config
-    return replace(config, windows=(width,) * config.num_layers)
+    return with_windows(config, (width,) * config.num_layers)
 
 
 def _write_all_or_none(config: ModelConfig) -> dict[str, Any]:
@@ -177,18 +182,17 @@ def experts_in(
     def read(raw: Json, config: ModelConfig) -> ModelConfig:
         every = integer(raw, "decoder_sparse_step", 1)
         plain = integers(raw, "mlp_only_layers")
-        layers = range(config.num_layers)
+        dense = [i for i in range(config.num_layers) if i in plain or (i + 1) % every]
         experts = MixtureOfExperts(
             num_experts=count_of_experts(raw, count),
             experts_per_token=integer(raw, "num_experts_per_tok", chosen),
             expert_size=integer(raw, "moe_intermediate_size", size),
             normalize=flag(raw, "norm_topk_prob", normalize),
-            dense_layers=tuple(i for i in layers if i in plain or (i + 1) % every),
         )
         if shared:
             width = integer(raw, "shared_expert_intermediate_size", shared)
             experts = replace(experts, shared_size=width, shared_gate=True)
-        return replace(config, experts=experts)
+        return with_experts(config, experts, dense)
 
     def write(config: ModelConfig) -> dict[str, Any]:
         experts = required_experts(config)
@@ -203,7 +207,7 @@ def experts_in(
             "moe_intermediate_size": experts.expert_size,
             "norm_topk_prob": experts.normalize,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": list(experts.dense_layers),
+            "mlp_only_layers": dense_layers(config),
             **other,
         }
 

@@ -12,7 +12,12 @@ from jaxrl_post.models.recurrences import GatedDelta
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import qwen
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.families.keys import ATTENTION_BIAS, Key, kinds_of_layers
+from jaxrl_post.pretrained.families.keys import ATTENTION_BIAS, Key
+from jaxrl_post.pretrained.families.layers import (
+    kinds_of_layers,
+    recurrent_types,
+    with_recurrence,
+)
 from jaxrl_post.pretrained.hf_config import Defaults
 from jaxrl_post.pretrained.hf_rope import FULL
 from jaxrl_post.pretrained.hf_values import Json, integer
@@ -91,8 +96,7 @@ def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
             f"layer_types must name {FULL} for one layer at least; got {kinds}"
         )
     sizes = {name: integer(raw, key, default) for key, (name, default) in SIZES.items()}
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
-    return replace(config, recurrence=GatedDelta(layers=layers, **sizes))
+    return with_recurrence(config, GatedDelta(**sizes), kinds)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
@@ -101,9 +105,8 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"{config.model_type} checkpoints cannot express recurrence={delta}"
         )
-    layers = range(config.num_layers)
     return {
-        "layer_types": [LINEAR if i in delta.layers else FULL for i in layers],
+        "layer_types": recurrent_types(config, LINEAR),
         **{key: getattr(delta, name) for key, (name, _) in SIZES.items()},
     }
 

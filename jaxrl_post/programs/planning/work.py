@@ -279,7 +279,7 @@ class ModelWork:
         beside = 4 if dtype.name in CODE_DTYPES else 0
         size = sum(width * dtype.itemsize + beside for width in widths if width)
         parts = self._parts("kv_heads", heads)
-        return heads // parts * size * self.config.attention_layers
+        return heads // parts * size * self.config.count("attention")
 
     @property
     def table_bytes(self) -> int:
@@ -419,12 +419,12 @@ class ModelWork:
             products += 2 * CHUNK * (kind.key_dim + kind.value_dim)
             values = 2 * state / CHUNK
         heads = kind.value_heads // self._parts("heads", kind.key_heads)
-        times = tokens * heads * (config.num_layers - config.attention_layers)
+        times = tokens * heads * config.count("recurrence")
         return Work(2 * products * times, 4 * values * times)
 
     def _head_flops(self, width: int) -> float:
         heads = self.config.num_heads // self._parts("heads", self.config.num_heads)
-        return 2 * heads * width * self.config.attention_layers
+        return 2 * heads * width * self.config.count("attention")
 
     def _local(self, count: float) -> float:
         """A device's part of rows or tokens; all of them if they do not divide."""
