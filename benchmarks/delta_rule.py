@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine, write
-from jaxrl_post.kernels.delta_rule import (
-    DeltaInputs,
+from jaxrl_post.kernels.linear_attention import (
+    LinearInputs,
     Places,
-    delta_rows,
-    delta_rule,
+    linear_attention,
+    linear_rows,
     plan_trees,
 )
 from jaxrl_post.learner.model import versions
@@ -58,10 +58,10 @@ def main(options: Options) -> dict[str, Any]:
     inputs = _inputs(options)
     previous = jnp.arange(-1, options.length - 1, dtype=jnp.int32)[None]
     ends = jnp.full_like(previous, options.length)
-    calls: dict[str, Callable[[DeltaInputs], Any]] = {
-        "chunks": lambda x: delta_rule(x, plan_trees(previous, ends)),
+    calls: dict[str, Callable[[LinearInputs], Any]] = {
+        "chunks": lambda x: linear_attention(x, plan_trees(previous, ends)),
         "scan": _scan,
-        "rows": lambda x: delta_rows(x, Places.of_trees(previous, ends), None)[0],
+        "rows": lambda x: linear_rows(x, Places.of_trees(previous, ends), None)[0],
     }
     forward = {name: _measured(call, inputs, options) for name, call in calls.items()}
     backward = {
@@ -82,7 +82,7 @@ def main(options: Options) -> dict[str, Any]:
     }
 
 
-def _inputs(options: Options) -> DeltaInputs:
+def _inputs(options: Options) -> LinearInputs:
     rng = np.random.default_rng(0)
     rows = 1, options.length
     query, key = rng.normal(size=(2, *rows, options.key_heads, options.dim))
@@ -90,10 +90,10 @@ def _inputs(options: Options) -> DeltaInputs:
     value = rng.normal(size=(*rows, options.heads, options.dim))
     decay, beta = rng.uniform(size=(2, *rows, options.heads))
     arrays = query, key, value, -0.1 * decay, beta
-    return DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
+    return LinearInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
 
 
-def _scan(inputs: DeltaInputs) -> jax.Array:
+def _scan(inputs: LinearInputs) -> jax.Array:
     tokens = [each.swapaxes(0, 1) for each in inputs.by_head()]
     heads, dim = inputs.value.shape[2:]
 
@@ -109,12 +109,14 @@ def _scan(inputs: DeltaInputs) -> jax.Array:
     return jax.lax.scan(step, first, tokens)[1].swapaxes(0, 1)
 
 
-def _total(call: Callable[[DeltaInputs], jax.Array], inputs: DeltaInputs) -> jax.Array:
+def _total(
+    call: Callable[[LinearInputs], jax.Array], inputs: LinearInputs
+) -> jax.Array:
     return jnp.square(call(inputs)).sum()
 
 
 def _measured(
-    call: Callable[[DeltaInputs], Any], inputs: DeltaInputs, options: Options
+    call: Callable[[LinearInputs], Any], inputs: LinearInputs, options: Options
 ) -> dict[str, float]:
     compiled = jax.jit(call).lower(inputs).compile()
     jax.block_until_ready(compiled(inputs))

@@ -27,7 +27,7 @@ from jaxrl_post.models.decoder import (
 )
 from jaxrl_post.models.experts import Routing
 from jaxrl_post.models.params import DecoderParams, param_specs
-from jaxrl_post.models.recurrences import GatedDelta, ShortConvolution
+from jaxrl_post.models.recurrences import GatedDelta, Mamba2, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "LatentAttention",
     "LayerSpec",
     "LoRAConfig",
+    "Mamba2",
     "MixtureOfExperts",
     "ModelConfig",
     "ParamSpec",

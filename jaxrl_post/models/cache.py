@@ -31,16 +31,16 @@ from jaxrl_post.kernels.decode_attention import (
 )
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.recurrences import GatedDelta, ShortConvolution
+from jaxrl_post.models.recurrences import LinearAttention, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
-    "DeltaState",
     "KVCache",
     "KVView",
     "LayerCache",
+    "LinearState",
     "SharedCache",
     "StateCache",
     "state_specs",
@@ -52,11 +52,13 @@ __all__ = [
 class KVView(Protocol):
     """The interface of a cache in `forward`; it has a part for every layer."""
 
-    def layer(self, index: int) -> "LayerCache | StateCache":
-        """Returns the part of one layer."""
+    def layer(self, index: int) -> "LayerCache | StateCache | None":
+        """Returns the part of one layer; None for a layer without a mixer."""
         ...
 
-    def with_layers(self, layers: Sequence["LayerCache | StateCache"]) -> "KVView":
+    def with_layers(
+        self, layers: Sequence["LayerCache | StateCache | None"]
+    ) -> "KVView":
         """Returns the view with all layers replaced."""
         ...
 
@@ -156,12 +158,12 @@ class KVCache:
     """The caches of all layers; one array per layer allows updates in place.
 
     Attributes:
-        keys: one array per layer; None for a layer with a state.
+        keys: one array per layer; None for a layer without attention.
         values: as the keys.
         starts: int32, position of the first entry of each slot; None: 0.
         shared: keys and values that slots share; None if there are none.
         states: the state of each layer that has one, as `state_specs` has it; None
-            for a layer with keys; () if no layer has one.
+            for the other layers; () if no layer has one.
         counts: as `StateCache.counts`; None if all tokens count.
     """
 
@@ -196,7 +198,7 @@ class KVCache:
 
         def fresh(width: int) -> tuple[Entries | None, ...]:
             return tuple(
-                one(width) if config.recurrent(layer) is None else None
+                one(width) if config.layer(layer).mixer == "attention" else None
                 for layer in range(config.num_layers)
             )
 
@@ -208,11 +210,12 @@ class KVCache:
         """Number of tokens that a slot can hold, without the shared ones."""
         return next(keys.shape[2] for keys in self.keys if keys is not None)
 
-    def layer(self, index: int) -> LayerCache | StateCache:
-        """Returns one layer's part."""
+    def layer(self, index: int) -> LayerCache | StateCache | None:
+        """Returns one layer's part; None for a layer without a mixer."""
         shared, keys, values = self.shared, self.keys[index], self.values[index]
         if keys is None or values is None:
-            return StateCache(self.states[index], self.counts)
+            state = self.states[index] if self.states else None
+            return None if state is None else StateCache(state, self.counts)
         together = None
         if shared is not None:
             key, value = shared.keys[index], shared.values[index]
@@ -222,7 +225,9 @@ class KVCache:
             )
         return LayerCache(keys, values, self.starts, together)
 
-    def with_layers(self, layers: Sequence[LayerCache | StateCache]) -> "KVCache":
+    def with_layers(
+        self, layers: Sequence[LayerCache | StateCache | None]
+    ) -> "KVCache":
         """Returns the cache with all layers replaced."""
         keyed = [each if isinstance(each, LayerCache) else None for each in layers]
         held = [each if isinstance(each, StateCache) else None for each in layers]
@@ -237,8 +242,8 @@ class KVCache:
 
 
 @struct.dataclass
-class DeltaState[Leaf]:
-    """The state of a gated delta net.
+class LinearState[Leaf]:
+    """The state of a layer of linear attention.
 
     Attributes:
         memory: float32 [slots, heads, key_dim, value_dim].
@@ -264,12 +269,12 @@ def state_specs(config: ModelConfig) -> tuple[Any, ...]:
         if isinstance(kind, ShortConvolution):
             shape, axes = (kind.kernel - 1, config.hidden_size), ("kernel", "channels")
             return ParamSpec(shape, axes, init="zeros")
-        if isinstance(kind, GatedDelta):
+        if isinstance(kind, LinearAttention):
             by_key = kind.kernel - 1, kind.key_heads, kind.key_dim
             by_value = kind.kernel - 1, kind.value_heads, kind.value_dim
             axes = "kernel", "heads", "head_dim"
             memory = kind.value_heads, kind.key_dim, kind.value_dim
-            return DeltaState(
+            return LinearState(
                 memory=ParamSpec(memory, axes[1:] + axes[2:], wide=True),
                 query=ParamSpec(by_key, axes),
                 key=ParamSpec(by_key, axes),

@@ -29,8 +29,9 @@ __all__ = [
 Head = Literal["lm", "value", "lm+value", "process"]
 
 # The activation on a gated MLP's gate. "gpt_oss" computes (up + 1) * gate *
-# sigmoid(1.702 gate) with gate at most 7 and up within [-7, 7].
-Activation = Literal["silu", "gelu", "gelu_tanh", "gpt_oss"]
+# sigmoid(1.702 gate) with gate at most 7 and up within [-7, 7]. "relu2" has no gate: it
+# is relu(up)^2.
+Activation = Literal["silu", "gelu", "gelu_tanh", "gpt_oss", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,8 @@ class MixtureOfExperts:
         biases: biases in the experts.
         shared_size: width of a shared MLP for every token; 0 for none.
         shared_gate: whether the sigmoid of a projection scales the shared MLP.
+        latent_size: width to which tokens are projected for the experts, and back from
+            after them; 0 for none.
     """
 
     num_experts: int
@@ -192,6 +195,7 @@ class MixtureOfExperts:
     biases: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    latent_size: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -284,7 +288,7 @@ class ModelConfig:
         norm_placement: norms before attention and MLP, after them (inside the residual
             branch), or both.
         norm_plus_one: RMSNorm multiplies by 1 + weight.
-        activation: activation of the MLP's gate.
+        activation: activation of the MLP.
         embedding_scale: factor of the embeddings.
         residual_scale: factor of attention's and the MLP's outputs.
         logit_divisor: divisor of the logits, applied before the softcap.
@@ -469,6 +473,11 @@ class ModelConfig:
         """Number of layers with a part: attention, recurrence, dense or experts."""
         layers = map(self.layer, range(self.num_layers))
         return sum(part in (layer.mixer, layer.mlp) for layer in layers)
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether MLPs have a gate."""
+        return self.activation != "relu2"
 
     @property
     def has_states(self) -> bool:

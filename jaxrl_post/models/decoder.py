@@ -344,7 +344,7 @@ def _layer(
     hidden: Array,
     place: _Place,
 ) -> tuple[Array, LayerCache | StateCache | None, Any]:
-    """Runs one layer: attention or a recurrence, then the MLP or experts."""
+    """Runs one layer: its mixer, then its MLP or experts, as far as it has them."""
 
     def normed(x: Array, weight: Array | None) -> Array:
         return x if weight is None else norm(config, x, weight)
@@ -355,13 +355,14 @@ def _layer(
             branch = scaled(branch, config.residual_scale)
         return constrain(hidden + branch, ("batch", "hidden"), rules)
 
-    branch, entry = _mixed(
-        config, index, params, normed(hidden, params.attention_norm), place, rules
-    )
-    hidden = add(hidden, branch, params.attention_post_norm)
-    x = normed(hidden, params.mlp_norm)
-    routed = None
-    experts = config.layer_experts(index)
+    spec, entry, routed = config.layer(index), None, None
+    if spec.mixer is not None:
+        x = normed(hidden, params.attention_norm)
+        branch, entry = _mixed(config, index, params, x, place, rules)
+        hidden = add(hidden, branch, params.attention_post_norm)
+    if spec.mlp is None:
+        return hidden, entry, routed
+    x, experts = normed(hidden, params.mlp_norm), config.layer_experts(index)
     if params.experts is not None and experts is not None:
         branch, chosen = mixture(config, experts, params.experts, x, rules)
         if place.mask is not None:
@@ -370,8 +371,8 @@ def _layer(
         branch = mlp(config, params.mlp, x, rules)
     else:
         raise ValueError(
-            f"layer {index}: has neither an MLP nor experts; the parameters do not "
-            "belong to the config"
+            f"layer {index}: has no {spec.mlp} MLP; the parameters do not belong to "
+            "the config"
         )
     return add(hidden, branch, params.mlp_post_norm), entry, routed
 

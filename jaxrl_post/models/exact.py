@@ -25,10 +25,10 @@ from jaxrl_post.models.cache import KVCache, LayerCache, StateCache, state_specs
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.exact_attention import Paths, exact_attention
 from jaxrl_post.models.experts import partial_mixture
-from jaxrl_post.models.layers import add_bias, embed, gated, norm, project, scaled
+from jaxrl_post.models.layers import add_bias, embed, inner_mlp, norm, project, scaled
 from jaxrl_post.models.matrix import part_axes
-from jaxrl_post.models.params import DecoderParams, LayerParams, MLPParams, param_specs
-from jaxrl_post.models.recurrences import GatedDelta
+from jaxrl_post.models.params import DecoderParams, LayerParams, param_specs
+from jaxrl_post.models.recurrences import LinearAttention
 from jaxrl_post.models.recurrent import Past, exact_recurrent
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
@@ -75,8 +75,8 @@ class _Split(NamedTuple):
         kv_heads: axes that split the key/value heads; () if all devices have them all.
         ffn: axes that split dense MLPs.
         expert_ffn: axes that split experts.
-        states: axes that split the channels of convolutions, or the heads of delta
-            nets.
+        states: axes that split the channels of convolutions, or the heads of linear
+            attention.
     """
 
     batch: tuple[str, ...] = ()
@@ -167,7 +167,7 @@ def _state_axis(config: ModelConfig) -> tuple[str | None, int]:
     kind = config.recurrence
     if kind is None:
         return None, 1
-    if isinstance(kind, GatedDelta):
+    if isinstance(kind, LinearAttention):
         return "heads", kind.key_heads
     return "channels", config.hidden_size
 
@@ -202,19 +202,19 @@ def _local(
     rows = CountedRows.of(counted.reshape(-1))
     paths = Paths.of(positions, counted, ends, rows)
     states = rows.take(hidden.reshape(-1, hidden.shape[-1]))
-    entries: list[LayerCache | StateCache] = []
+    entries: list[LayerCache | StateCache | None] = []
     past = None
     if cache is None:
         past = Past.of(config, positions, ends, exact=True)
     for index, layer in enumerate(layers):
         before = None if cache is None else cache.layer(index)
-        if layer.attention is None:
+        spec, part, entry = config.layer(index), None, None
+        if spec.mixer == "recurrence":
             assert not isinstance(before, LayerCache)
             part, entry = exact_recurrent(
                 config, layer, rows, states, past, before, shape
             )
-            axes = split.states
-        else:
+        elif spec.mixer == "attention":
             assert not isinstance(before, StateCache)
             part, entry = exact_attention(
                 config,
@@ -226,25 +226,31 @@ def _local(
                 heads=split.heads,
                 kv_heads=split.kv_heads,
             )
-            axes = split.heads
-        if entry is not None:
-            entries.append(entry)
-        parts = _parts(part, axes)
-        states, part = map_tiles(
-            functools.partial(_branched, config, index, layer, split),
-            [states, *parts],
-            rows.count,
-        )
-        experts = config.layer_experts(index) is not None
-        parts = _parts(part, split.expert_ffn if experts else split.ffn)
-        states = map_tiles(
-            functools.partial(_added, config, layer), [states, *parts], rows.count
-        )
+        entries.append(entry)
+        if part is not None:
+            axes = split.states if spec.mixer == "recurrence" else split.heads
+            states = map_tiles(
+                functools.partial(_mixed, config, layer),
+                [states, *_parts(part, axes)],
+                rows.count,
+            )
+        if spec.mlp is not None:
+            part = map_tiles(
+                functools.partial(_mlp, config, index, layer, split),
+                [states],
+                rows.count,
+            )
+            axes = split.expert_ffn if spec.mlp == "experts" else split.ffn
+            states = map_tiles(
+                functools.partial(_added, config, layer),
+                [states, *_parts(part, axes)],
+                rows.count,
+            )
     states = map_tiles(
         lambda states: norm(config, states, final_norm), [states], rows.count
     )
     out = rows.put(states).reshape(*shape, -1)
-    return out, None if cache is None else cache.with_layers(entries)  # type: ignore[return-value]
+    return out, None if cache is None else cache.with_layers(entries)
 
 
 def _parts(part: Array, axes: tuple[str, ...]) -> list[Array]:
@@ -275,44 +281,41 @@ def _residual(
     return hidden + branch
 
 
-def _branched(
-    config: ModelConfig,
-    index: int,
-    params: LayerParams[Array],
-    split: _Split,
-    hidden: Array,
-    *parts: Array,
-) -> tuple[Array, Array]:
-    """Adds attention; returns the states and this device's part of the MLP."""
+def _mixed(
+    config: ModelConfig, params: LayerParams[Array], hidden: Array, *parts: Array
+) -> Array:
+    """Adds the mixer."""
     branch, bias = _total(parts), None
     if params.attention is not None:
         bias = params.attention.output_bias
     elif params.convolution is not None:
         bias = params.convolution.outputs_bias
     branch = branch if bias is None else add_bias(branch, bias)
-    hidden = _residual(config, hidden, branch, params.attention_post_norm)
+    return _residual(config, hidden, branch, params.attention_post_norm)
+
+
+def _mlp(
+    config: ModelConfig,
+    index: int,
+    params: LayerParams[Array],
+    split: _Split,
+    hidden: Array,
+) -> Array:
+    """This device's part of the MLP or the experts, without the last bias."""
     x = _normed(config, hidden, params.mlp_norm)
     experts = config.layer_experts(index)
     if params.experts is not None and experts is not None:
         shared = params.experts.shared
         part = partial_mixture(config, experts, params.experts, x, split.expert_ffn)
         if shared is not None:
-            own = _partial_mlp(config, shared, x)
+            own = project(inner_mlp(config, shared, x), shared.down)
             if params.experts.shared_gate is not None:
                 gate = project(x, params.experts.shared_gate.T)
                 own = own * jax.nn.sigmoid(gate)
             part = part + own
-    else:
-        assert params.mlp is not None
-        part = _partial_mlp(config, params.mlp, x)
-    return hidden, part
-
-
-def _partial_mlp(config: ModelConfig, params: MLPParams[Array], x: Array) -> Array:
-    """This device's part of an MLP, without the last bias."""
-    gate = project(x, params.gate, params.gate_bias)
-    up = project(x, params.up, params.up_bias)
-    return project(gated(config.activation, gate, up), params.down)
+        return part
+    assert params.mlp is not None
+    return project(inner_mlp(config, params.mlp, x), params.mlp.down)
 
 
 def _added(

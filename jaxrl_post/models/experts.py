@@ -22,7 +22,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
-from jaxrl_post.models.layers import add_bias, gated, mlp, project
+from jaxrl_post.models.layers import activated, add_bias, mlp, project
 from jaxrl_post.models.matrix import Axes, grouped, part_axes
 from jaxrl_post.models.params import ExpertsParams
 from jaxrl_post.sharding import Rules, dividing_axes, partition_spec
@@ -206,7 +206,10 @@ def mixture(
         The update of the residual stream, and the chosen experts.
     """
     chosen = route(experts, params, x)
-    mixed = _experts(config.activation, params, x, chosen, rules)
+    inner = x if params.narrow is None else project(x, params.narrow)
+    mixed = _experts(config.activation, params, inner, chosen, rules)
+    if params.widen is not None:
+        mixed = project(mixed, params.widen)
     if params.shared is not None:
         shared = mlp(config, params.shared, x, rules)
         if params.shared_gate is not None:
@@ -235,7 +238,9 @@ def partial_mixture(
     biases = (params.gate_bias, params.up_bias, params.down_bias)
     weights = (params.gate, params.up, params.down, *biases)
     run = functools.partial(_local, config.activation, (), over_ffn, summed=False)
-    return run(x, chosen.experts, chosen.weights, weights)
+    inner = x if params.narrow is None else project(x, params.narrow)
+    part = run(inner, chosen.experts, chosen.weights, weights)
+    return part if params.widen is None else project(part, params.widen)
 
 
 def _experts(
@@ -254,7 +259,7 @@ def _experts(
         return run((), (), *arrays, weights)
     split = dividing_axes("batch", x.shape[0], mesh, rules)
     by_token = P(split)
-    count, _, ffn = params.gate.shape
+    count, _, ffn = params.up.shape
 
     def spec_of(part: Array, axes: Axes) -> P:
         return partition_spec(part.shape, axes, mesh, rules, name="experts")
@@ -303,7 +308,7 @@ def _local(
         x: this device's tokens.
         chosen: the tokens' experts, numbered over all devices.
         weights: float32 weights of `chosen`.
-        matrices: gate, up, down and their biases, of this device's experts.
+        matrices: gate or None, up, down and their biases, of this device's experts.
         gathered: the axes of `over_experts` along which devices hold different tokens.
         summed: whether to add the parts of the devices that split the experts.
     """
@@ -312,7 +317,7 @@ def _local(
     if gathered:
         gather = functools.partial(jax.lax.all_gather, axis_name=gathered, tiled=True)
         x, chosen, weights = gather(x), gather(chosen), gather(weights)
-    count, per_token = gate_w.shape[0], chosen.shape[1]
+    count, per_token = up_w.shape[0], chosen.shape[1]
     first = jax.lax.axis_index(over_experts) * count if over_experts else 0
     own = chosen.reshape(-1) - first
     # Assignments to other devices' experts are sorted after all groups, where results
@@ -331,7 +336,8 @@ def _local(
         return add_bias(product, wide.at[by_expert].get(mode="fill", fill_value=0))
 
     rows = x[order // per_token]
-    inner = gated(activation, dot(rows, gate_w, gate_b), dot(rows, up_w, up_b))
+    gate = None if gate_w is None else dot(rows, gate_w, gate_b)
+    inner = activated(activation, gate, dot(rows, up_w, up_b))
     if down_b is not None and over_ffn:
         # Add the bias once, because the psum adds up all devices along these axes.
         down_b = jnp.where(jax.lax.axis_index(over_ffn) == 0, down_b, 0)

@@ -19,9 +19,10 @@ from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float
 
 __all__ = [
+    "activated",
     "add_bias",
     "embed",
-    "gated",
+    "inner_mlp",
     "mlp",
     "norm",
     "project",
@@ -117,14 +118,22 @@ def scaled(x: Array, factor: float) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def gated(activation: Activation, gate: Array, up: Array) -> Array:
-    """Applies the activation of a gated MLP: act(gate) * up.
+def activated(activation: Activation, gate: Array | None, up: Array) -> Array:
+    """Applies the activation of an MLP: act(gate) * up, or without a gate act(up).
 
-    >>> gated("silu", jnp.array(0.0), jnp.array(3.0)).item()
+    >>> activated("silu", jnp.array(0.0), jnp.array(3.0)).item()
     0.0
-    >>> round(gated("gpt_oss", jnp.array(9.0), jnp.array(-9.0)).item(), 3)
+    >>> round(activated("gpt_oss", jnp.array(9.0), jnp.array(-9.0)).item(), 3)
     -42.0
+    >>> activated("relu2", None, jnp.array([-1.0, 3.0])).tolist()
+    [0.0, 9.0]
+
+    References:
+        So et al., Primer, arXiv:2109.08668 (relu2).
     """
+    if gate is None:
+        assert activation == "relu2"
+        return jnp.square(jax.nn.relu(up))
     if activation == "gpt_oss":
         gate = jnp.minimum(gate, LIMIT)
         up = jnp.clip(up, -LIMIT, LIMIT)
@@ -143,11 +152,19 @@ def mlp(
     x: Float[Array, "tokens hidden"],
     rules: Rules,
 ) -> Float[Array, "tokens hidden"]:
-    """The gated MLP (Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202)."""
-    gate = project(x, params.gate, params.gate_bias)
-    up = project(x, params.up, params.up_bias)
-    inner = constrain(gated(config.activation, gate, up), ("batch", "ffn"), rules)
+    """The MLP (gated: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202)."""
+    inner = constrain(inner_mlp(config, params, x), ("batch", "ffn"), rules)
     return project(inner, params.down, params.down_bias)
+
+
+def inner_mlp(
+    config: ModelConfig, params: MLPParams[Array], x: Float[Array, "tokens hidden"]
+) -> Float[Array, "tokens ffn"]:
+    """The MLP up to its last product."""
+    gate = None
+    if params.gate is not None:
+        gate = project(x, params.gate, params.gate_bias)
+    return activated(config.activation, gate, project(x, params.up, params.up_bias))
 
 
 def softcap(x: Array, cap: float | None) -> Array:

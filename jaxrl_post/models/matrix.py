@@ -59,6 +59,12 @@ INPUT_DIMS = {
     "delta_beta": 1,
     "delta_decay": 1,
     "delta_output": 2,
+    "mamba_query": 1,
+    "mamba_key": 1,
+    "mamba_value": 1,
+    "mamba_output_gate": 1,
+    "mamba_step": 1,
+    "mamba_output": 2,
     "gate": 1,
     "up": 1,
     "down": 1,
@@ -69,7 +75,7 @@ INPUT_DIMS = {
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PLACE = re.compile(
     r"layers\.\d+\."
-    r"(attention|convolution|delta|mlp|experts\.shared|experts)\.(\w+)"
+    r"(attention|convolution|delta|mamba|mlp|experts\.shared|experts)\.(\w+)"
 )
 
 
@@ -235,8 +241,8 @@ def target_name(path: str) -> str:
     found = PLACE.fullmatch(path)
     if found is None:
         return ""
-    kind = {"experts": "expert_", "delta": "delta_"}.get(found[1], "")
-    return kind + found[2]
+    prefix = {"experts": "expert_", "delta": "delta_", "mamba": "mamba_"}
+    return prefix.get(found[1], "") + found[2]
 
 
 def path_name(path: Any) -> str:

@@ -15,7 +15,7 @@ from jaxrl_post.models.config import (
     MixtureOfExperts,
     ModelConfig,
 )
-from jaxrl_post.models.recurrences import GatedDelta, ShortConvolution
+from jaxrl_post.models.recurrences import GatedDelta, Mamba2, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, is_spec
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LatentAttentionParams",
     "LayerParams",
     "MLPParams",
+    "Mamba2Params",
     "ProcessHeadParams",
     "ShortConvolutionParams",
     "param_specs",
@@ -181,10 +182,54 @@ class GatedDeltaParams[Leaf]:
 
 
 @struct.dataclass
-class MLPParams[Leaf]:
-    """Gated MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases."""
+class Mamba2Params[Leaf]:
+    """A layer of Mamba-2.
 
-    gate: Leaf
+    Attributes:
+        query: [hidden, key_heads, key_dim].
+        key: [hidden, key_heads, key_dim].
+        value: [hidden, heads, value_dim].
+        output_gate: [hidden, heads, value_dim].
+        step: [hidden, heads].
+        query_kernel: [kernel, key_heads, key_dim], the oldest token's weights first.
+        key_kernel: as the queries'.
+        value_kernel: [kernel, heads, value_dim].
+        rate: [heads], logarithm of the rate of decay.
+        step_bias: [heads].
+        skip: [heads], factor of the values in the output.
+        norm: [heads, value_dim].
+        output: [heads, value_dim, hidden].
+        query_kernel_bias: [key_heads, key_dim].
+        key_kernel_bias: [key_heads, key_dim].
+        value_kernel_bias: [heads, value_dim].
+    """
+
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    output_gate: Leaf
+    step: Leaf
+    query_kernel: Leaf
+    key_kernel: Leaf
+    value_kernel: Leaf
+    rate: Leaf
+    step_bias: Leaf
+    skip: Leaf
+    norm: Leaf
+    output: Leaf
+    query_kernel_bias: Leaf | None = None
+    key_kernel_bias: Leaf | None = None
+    value_kernel_bias: Leaf | None = None
+
+
+@struct.dataclass
+class MLPParams[Leaf]:
+    """MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases.
+
+    The gate is None for an activation without one.
+    """
+
+    gate: Leaf | None
     up: Leaf
     down: Leaf
     gate_bias: Leaf | None = None
@@ -198,7 +243,7 @@ class ExpertsParams[Leaf]:
 
     Attributes:
         router: [experts, hidden].
-        gate: [experts, hidden, expert_size].
+        gate: [experts, hidden, expert_size]; None for an activation without a gate.
         up: [experts, hidden, expert_size].
         down: [experts, expert_size, hidden].
         router_bias: [experts].
@@ -208,10 +253,13 @@ class ExpertsParams[Leaf]:
         down_bias: [experts, hidden].
         shared: an MLP of width `shared_size` for every token.
         shared_gate: [1, hidden].
+        narrow: [hidden, latent_size], before the experts, whose matrices then have
+            `latent_size` in place of hidden.
+        widen: [latent_size, hidden], after them.
     """
 
     router: Leaf
-    gate: Leaf
+    gate: Leaf | None
     up: Leaf
     down: Leaf
     router_bias: Leaf | None = None
@@ -221,6 +269,8 @@ class ExpertsParams[Leaf]:
     down_bias: Leaf | None = None
     shared: MLPParams[Leaf] | None = None
     shared_gate: Leaf | None = None
+    narrow: Leaf | None = None
+    widen: Leaf | None = None
 
 
 @struct.dataclass
@@ -231,8 +281,9 @@ class LayerParams[Leaf]:
         attention: grouped-query or latent attention; None if the layer has none.
         convolution: None if the layer has no short convolution.
         delta: None if the layer has no gated delta net.
-        mlp: None if the layer has experts.
-        experts: None if the layer has a dense MLP.
+        mamba: None if the layer has no Mamba-2.
+        mlp: None if the layer has no dense MLP.
+        experts: None if the layer has none.
         attention_norm: norm of the input of attention, or of what is in its place.
         attention_post_norm: norm of its output.
         mlp_norm: norm of the MLP's input.
@@ -242,6 +293,7 @@ class LayerParams[Leaf]:
     attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf] | None = None
     convolution: ShortConvolutionParams[Leaf] | None = None
     delta: GatedDeltaParams[Leaf] | None = None
+    mamba: Mamba2Params[Leaf] | None = None
     mlp: MLPParams[Leaf] | None = None
     experts: ExpertsParams[Leaf] | None = None
     attention_norm: Leaf | None = None
@@ -324,18 +376,22 @@ def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
     experts, norm = config.layer_experts(layer), _norm(config, config.hidden_size)
     before = config.norm_placement in ("before", "both")
     after = config.norm_placement in ("after", "both")
-    kind = config.recurrent(layer)
-    convolved = isinstance(kind, ShortConvolution)
+    kind, spec = config.recurrent(layer), config.layer(layer)
+    mixes, ends = spec.mixer is not None, spec.mlp is not None
+    dense = spec.mlp == "dense"
     return LayerParams(
-        attention=_mixing(config, layer) if kind is None else None,
-        convolution=_convolution(config, kind) if convolved else None,
+        attention=_mixing(config, layer) if spec.mixer == "attention" else None,
+        convolution=(
+            _convolution(config, kind) if isinstance(kind, ShortConvolution) else None
+        ),
         delta=_delta(config, kind) if isinstance(kind, GatedDelta) else None,
-        mlp=_mlp(config, config.intermediate_size) if experts is None else None,
+        mamba=_mamba(config, kind) if isinstance(kind, Mamba2) else None,
+        mlp=_mlp(config, config.intermediate_size) if dense else None,
         experts=None if experts is None else _experts(config, experts),
-        attention_norm=when(before, norm),
-        attention_post_norm=when(after, norm),
-        mlp_norm=when(before, norm),
-        mlp_post_norm=when(after, norm),
+        attention_norm=when(before and mixes, norm),
+        attention_post_norm=when(after and mixes, norm),
+        mlp_norm=when(before and ends, norm),
+        mlp_post_norm=when(after and ends, norm),
     )
 
 
@@ -387,6 +443,32 @@ def _delta(config: ModelConfig, delta: GatedDelta) -> GatedDeltaParams[ParamSpec
         step_bias=ParamSpec(each, ("heads",), init="decay_step", wide=True),
         norm=ones((delta.value_dim,), ("head_dim",)),
         output=matrix((*by_value, hidden), (*head_axes, "embed")),
+    )
+
+
+def _mamba(config: ModelConfig, kind: Mamba2) -> Mamba2Params[ParamSpec]:
+    hidden, head_axes = config.hidden_size, ("heads", "head_dim")
+    by_key = kind.key_heads, kind.key_dim
+    by_value = kind.value_heads, kind.value_dim
+    into, of_kernel = ("embed", *head_axes), ("kernel", *head_axes)
+    each, bias = (kind.value_heads,), kind.kernel_bias
+    return Mamba2Params(
+        query=matrix((hidden, *by_key), into),
+        key=matrix((hidden, *by_key), into),
+        value=matrix((hidden, *by_value), into),
+        output_gate=matrix((hidden, *by_value), into),
+        step=matrix((hidden, *each), ("embed", "heads")),
+        query_kernel=matrix((kind.kernel, *by_key), of_kernel),
+        key_kernel=matrix((kind.kernel, *by_key), of_kernel),
+        value_kernel=matrix((kind.kernel, *by_value), of_kernel),
+        rate=ParamSpec(each, ("heads",), init="decay_rate", wide=True),
+        step_bias=ParamSpec(each, ("heads",), init="decay_step", wide=True),
+        skip=ones(each, ("heads",), wide=True),
+        norm=ones(by_value, head_axes),
+        output=matrix((*by_value, hidden), (*head_axes, "embed")),
+        query_kernel_bias=when(bias, zeros(by_key, head_axes)),
+        key_kernel_bias=when(bias, zeros(by_key, head_axes)),
+        value_kernel_bias=when(bias, zeros(by_value, head_axes)),
     )
 
 
@@ -466,12 +548,12 @@ def _indexer(
 
 
 def _mlp(config: ModelConfig, ffn: int) -> MLPParams[ParamSpec]:
-    hidden, bias = config.hidden_size, config.mlp_bias
+    hidden, bias, gated = config.hidden_size, config.mlp_bias, config.gated_mlp
     return MLPParams(
-        gate=matrix((hidden, ffn), ("embed", "ffn")),
+        gate=when(gated, matrix((hidden, ffn), ("embed", "ffn"))),
         up=matrix((hidden, ffn), ("embed", "ffn")),
         down=matrix((ffn, hidden), ("ffn", "embed")),
-        gate_bias=when(bias, zeros((ffn,), ("ffn",))),
+        gate_bias=when(bias and gated, zeros((ffn,), ("ffn",))),
         up_bias=when(bias, zeros((ffn,), ("ffn",))),
         down_bias=when(bias, zeros((hidden,), ("norm",))),
     )
@@ -481,22 +563,26 @@ def _experts(
     config: ModelConfig, experts: MixtureOfExperts
 ) -> ExpertsParams[ParamSpec]:
     count, hidden, ffn = experts.num_experts, config.hidden_size, experts.expert_size
+    latent, gated = experts.latent_size, config.gated_mlp
+    inner = latent or hidden
     # Separate axes, because the mesh axis that splits the experts must not also split
     # an expert's matrix.
     wide = ("experts", "expert_embed", "expert_ffn")
     bias = experts.biases
     return ExpertsParams(
         router=matrix((count, hidden), ("router", "embed")),
-        gate=matrix((count, hidden, ffn), wide),
-        up=matrix((count, hidden, ffn), wide),
-        down=matrix((count, ffn, hidden), ("experts", "expert_ffn", "expert_embed")),
+        gate=when(gated, matrix((count, inner, ffn), wide)),
+        up=matrix((count, inner, ffn), wide),
+        down=matrix((count, ffn, inner), ("experts", "expert_ffn", "expert_embed")),
         router_bias=when(experts.router_bias, zeros((count,), ("router",))),
         correction_bias=when(
             experts.correction_bias, zeros((count,), ("router",), wide=True)
         ),
-        gate_bias=when(bias, zeros((count, ffn), ("experts", "expert_ffn"))),
+        gate_bias=when(bias and gated, zeros((count, ffn), ("experts", "expert_ffn"))),
         up_bias=when(bias, zeros((count, ffn), ("experts", "expert_ffn"))),
-        down_bias=when(bias, zeros((count, hidden), ("experts", "norm"))),
+        down_bias=when(bias, zeros((count, inner), ("experts", "norm"))),
         shared=_mlp(config, experts.shared_size) if experts.shared_size else None,
         shared_gate=when(experts.shared_gate, matrix((1, hidden), ("value", "embed"))),
+        narrow=when(latent > 0, matrix((hidden, latent), ("embed", "rank"))),
+        widen=when(latent > 0, matrix((latent, hidden), ("rank", "embed"))),
     )

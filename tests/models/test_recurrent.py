@@ -13,6 +13,7 @@ from jaxrl_post.models import (
     KVCache,
     LayerSpec,
     LoRAConfig,
+    Mamba2,
     ModelConfig,
     ShortConvolution,
     forward,
@@ -44,6 +45,8 @@ CONFIGS = {
         max_length=256,
         qk_norm="head",
         norm_plus_one=True,
+        # A norm of heads blows up an output of nearly 0 and what rounding added to it.
+        rms_norm_eps=0.01,
         attention_gate=True,
         recurrence=GatedDelta(
             kernel=KERNEL,
@@ -54,12 +57,36 @@ CONFIGS = {
         ),
         layers=LAYERS,
     ),
+    # Layers without an MLP, and one with an MLP alone.
+    "mamba": dataclasses.replace(
+        tiny.CONFIG,
+        model_type="nemotron_h",
+        num_layers=5,
+        max_length=256,
+        activation="relu2",
+        rms_norm_eps=0.01,
+        recurrence=Mamba2(
+            kernel=KERNEL,
+            key_heads=2,
+            value_heads=4,
+            key_dim=8,
+            value_dim=6,
+        ),
+        layers=(
+            LayerSpec("recurrence", None),
+            STATES,
+            LayerSpec("attention", None, rotated=False),
+            LayerSpec("recurrence", None),
+            LayerSpec(None),
+        ),
+    ),
 }
 PARAMS = {name: tiny.params(config) for name, config in CONFIGS.items()}
-RNG = np.random.default_rng(0)
+# The square of the MLP would make gradients large, and so their rounding.
+PARAMS["mamba"] = jax.tree.map(lambda leaf: leaf / 2, PARAMS["mamba"])
 WHOLE = Execution()
 VOCAB = tiny.CONFIG.vocab_size
-TOKENS = RNG.integers(0, VOCAB, 24, dtype=np.int32)
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, 24, dtype=np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,17 +179,62 @@ def delta_net(params, x):
         change = beta[:, None] * (found["value"] - known)
         state = state + jnp.einsum("hk,hv->hkv", key, change)
         read = jnp.einsum("hkv,hk->hv", state, query) * delta.key_dim**-0.5
-        normed = read / jnp.sqrt((read**2).mean(-1, keepdims=True) + 1e-6)
+        normed = read / jnp.sqrt((read**2).mean(-1, keepdims=True) + 0.01)
         gate = jnp.einsum("d,dhv->hv", token, params.output_gate)
         gated = params.norm * normed * gate * jax.nn.sigmoid(gate)
         out.append(jnp.einsum("hv,hvd->d", gated, params.output))
     return jnp.stack(out)
 
 
+def mamba(params, x):
+    """The same, of Mamba-2."""
+    kind = CONFIGS["mamba"].recurrence
+    heads = {"query": params.query, "key": params.key, "value": params.value}
+    seen = {
+        name: [jnp.zeros(weight.shape[1:])] * (KERNEL - 1)
+        for name, weight in heads.items()
+    }
+    times = kind.value_heads // kind.key_heads
+    state = jnp.zeros((kind.value_heads, kind.value_dim, kind.key_dim))
+    out = []
+    for token in x:
+        found = {}
+        for name, weight in heads.items():
+            seen[name].append(jnp.einsum("d,dhk->hk", token, weight))
+            kernel = getattr(params, f"{name}_kernel")
+            mixed = (kernel * jnp.stack(seen[name][-KERNEL:])).sum(axis=0)
+            mixed = mixed + getattr(params, f"{name}_kernel_bias")
+            found[name] = mixed * jax.nn.sigmoid(mixed)
+        read_by, written_by = (
+            jnp.repeat(found[name], times, 0) for name in ("query", "key")
+        )
+        step = jnp.logaddexp(token @ params.step + params.step_bias, 0.0)
+        state = jnp.exp(-jnp.exp(params.rate) * step)[:, None, None] * state
+        state = state + jnp.einsum("h,hv,hk->hvk", step, found["value"], written_by)
+        read = jnp.einsum("hvk,hk->hv", state, read_by)
+        read = read + params.skip[:, None] * found["value"]
+        gate = jnp.einsum("d,dhv->hv", token, params.output_gate)
+        gated = (read * gate * jax.nn.sigmoid(gate)).reshape(kind.key_heads, -1)
+        normed = gated / jnp.sqrt((gated**2).mean(-1, keepdims=True) + 0.01)
+        normed = params.norm * normed.reshape(read.shape)
+        out.append(jnp.einsum("hv,hvd->d", normed, params.output))
+    return jnp.stack(out)
+
+
+def of_kind(layer):
+    """The parameters of the recurrence, and its definition."""
+    if layer.convolution is not None:
+        return layer.convolution, convolved
+    if layer.delta is not None:
+        return layer.delta, delta_net
+    return layer.mamba, mamba
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 def test_values_and_gradients_are_those_of_the_recurrence(kind, length):
     layer = kind.params.layers[0]
-    x, weight = RNG.normal(size=(2, length, kind.config.hidden_size)).astype(np.float32)
+    rng = np.random.default_rng(length)
+    x, weight = rng.normal(size=(2, length, kind.config.hidden_size)).astype(np.float32)
     shape = (1, length)
     past = Past.of(kind.config, jnp.arange(length)[None], None)
 
@@ -171,10 +243,8 @@ def test_values_and_gradients_are_those_of_the_recurrence(kind, length):
         return (found * weight).sum(), found
 
     def theirs(layer, x):
-        if layer.delta is None:
-            found = convolved(layer.convolution, x)
-        else:
-            found = delta_net(layer.delta, x)
+        params, definition = of_kind(layer)
+        found = definition(params, x)
         return (found * weight).sum(), found
 
     with jax.default_matmul_precision("highest"):
@@ -188,7 +258,7 @@ def test_values_and_gradients_are_those_of_the_recurrence(kind, length):
         grads,
         wanted,
     )
-    own = wanted[0].convolution if wanted[0].delta is None else wanted[0].delta
+    own, _ = of_kind(wanted[0])
     # A sequence of one token shows neither a decay nor which key it had.
     if length > 1:
         assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(own))
@@ -198,10 +268,10 @@ def packed(*lengths: int):
     """A row of sequences of these lengths, with some padding."""
     total = sum(lengths) + 2
     tokens, positions, ends = np.zeros((3, 1, total), np.int32)
-    at = 0
+    rng, at = np.random.default_rng(total), 0
     for length in lengths:
         place = slice(at, at + length)
-        tokens[0, place] = RNG.integers(0, VOCAB, length)
+        tokens[0, place] = rng.integers(0, VOCAB, length)
         positions[0, place] = np.arange(length)
         at += length
         ends[0, place] = at
@@ -232,7 +302,8 @@ PARENTS = [-1, 0, 1, 2, 3, 4, 5, 6, 7, 6, 4, 10, 11, -1]
 
 def tree():
     length = len(PARENTS)
-    tokens = RNG.integers(0, VOCAB, (1, length), dtype=np.int32)
+    rng = np.random.default_rng(length)
+    tokens = rng.integers(0, VOCAB, (1, length), dtype=np.int32)
     paths = []
     for index in range(length):
         path, at = [], index
@@ -268,7 +339,8 @@ def test_a_tree_is_its_paths(kind):
 
 def test_gradients_of_a_tree_are_those_of_its_paths(kind):
     tokens, positions, ends, paths = tree()
-    weight = RNG.normal(size=(len(PARENTS), kind.config.hidden_size))
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(len(PARENTS), kind.config.hidden_size))
     weight = weight.astype(np.float32)
 
     def whole(params):
@@ -338,6 +410,10 @@ TARGETS = {
         "delta_query", "delta_key", "delta_value", "delta_output",
         "delta_output_gate", "delta_beta", "delta_decay",
     ),
+    "mamba": (
+        "mamba_query", "mamba_key", "mamba_value", "mamba_output",
+        "mamba_output_gate", "mamba_step",
+    ),
 }  # fmt: skip
 
 
@@ -363,7 +439,7 @@ def test_rows_in_chunks_are_refused(kind):
 def test_a_config_is_checked(kind):
     with pytest.raises(ValueError, match="kernel must be at least 2; got 1"):
         ShortConvolution(kernel=1)
-    with pytest.raises(ValueError, match=r"layers must be empty or name all 4 layers"):
+    with pytest.raises(ValueError, match=r"layers must be empty or name all [45] laye"):
         dataclasses.replace(kind.config, layers=kind.config.layers[1:])
     with pytest.raises(ValueError, match="recurrence must be given if a layer has it"):
         dataclasses.replace(kind.config, recurrence=None)
@@ -372,7 +448,8 @@ def test_a_config_is_checked(kind):
     with pytest.raises(ValueError, match="a mixer or an MLP; got None for both"):
         LayerSpec(None, None)
     specs = param_specs(kind.config).layers
-    assert [layer.attention is None for layer in specs] == [True, True, False, True]
+    attends = [layer.attention is not None for layer in specs]
+    assert attends == [spec.mixer == "attention" for spec in kind.config.layers]
 
 
 def test_heads_of_delta_nets_are_checked():
@@ -389,12 +466,12 @@ def test_heads_of_delta_nets_are_checked():
         dataclasses.replace(delta, kernel=0)
 
 
-def test_rates_of_decay_stay_float32():
-    specs = param_specs(CONFIGS["delta"]).layers[0].delta
-    assert specs.rate.dtype(jnp.bfloat16) == specs.step_bias.dtype(jnp.bfloat16)
-    assert specs.rate.dtype(jnp.bfloat16) == jnp.float32
-    found = initialize(jax.random.key(0), param_specs(CONFIGS["delta"]), jnp.bfloat16)
-    net = found.layers[0].delta
+@pytest.mark.parametrize("name", ["delta", "mamba"])
+def test_rates_of_decay_stay_float32(name):
+    found = initialize(jax.random.key(0), param_specs(CONFIGS[name]), jnp.bfloat16)
+    net, _ = of_kind(found.layers[0])
+    assert net.rate.dtype == net.step_bias.dtype == jnp.float32
+    assert name == "delta" or net.skip.dtype == jnp.float32
     step = jax.nn.softplus(net.step_bias)
     assert ((step > 0.0009) & (step < 0.11)).all()
     assert ((net.rate >= 0) & (net.rate < 2.78)).all()

@@ -76,8 +76,9 @@ class LoRAConfig:
             key, value and output of attention; query_down, query_up, kv_down and kv_up
             of latent attention; input_gate, output_gate, inputs and outputs of short
             convolutions; delta_query, delta_key, delta_value, delta_output,
-            delta_output_gate, delta_beta and delta_decay of gated delta nets; gate, up
-            and down of dense and shared MLPs;
+            delta_output_gate, delta_beta and delta_decay of gated delta nets;
+            mamba_query, mamba_key, mamba_value, mamba_output, mamba_output_gate and
+            mamba_step of Mamba-2; gate, up and down of dense and shared MLPs;
             expert_gate, expert_up and expert_down of routed experts, which are not
             adapted by default. See `adaptable`.
         rank_stabilized: A B is multiplied by alpha / sqrt(rank) instead.

@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from jaxrl_post.kernels.attention import TILE
 from jaxrl_post.kernels.decode_attention import CODE_DTYPES
-from jaxrl_post.kernels.delta_rule import CHUNK
+from jaxrl_post.kernels.linear_attention import CHUNK
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat

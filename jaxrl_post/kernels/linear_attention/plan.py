@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxrl_post.types import Array, Bool, Int
 
-__all__ = ["CHUNK", "DeltaPlan", "plan_rows", "plan_trees"]
+__all__ = ["CHUNK", "StatePlan", "plan_rows", "plan_trees"]
 
 # Tokens of a chunk. A token costs 4 CHUNK d + 3 d^2 products a head, and a state
 # between chunks as much memory as 2 d^2 / CHUNK values a token.
@@ -22,7 +22,7 @@ SLOTS_PER_CHUNK, LEAST_SLOTS = 2, 64
 
 
 @struct.dataclass
-class DeltaPlan:
+class StatePlan:
     """The states of rows of `chunks` chunks; a slot of `slots` or more is none.
 
     Attributes:
@@ -51,7 +51,7 @@ class DeltaPlan:
 
 def plan_trees(
     previous: Int[Array, "batch length"], ends: Int[Array, "batch length"]
-) -> DeltaPlan:
+) -> StatePlan:
     """Plans rows of packed sequences and trees, which begin without a state.
 
     A row has slots for two states a chunk, and for 64 at least. Prompts with answers
@@ -71,7 +71,7 @@ def plan_trees(
     return _plan(previous, ends, None, slots)
 
 
-def plan_rows(counts: Int[Array, " batch"], length: int) -> DeltaPlan:
+def plan_rows(counts: Int[Array, " batch"], length: int) -> StatePlan:
     """Plans rows that each continue one sequence; slot 0 has the state before.
 
     Args:
@@ -89,7 +89,7 @@ def _chunks(length: int) -> int:
     return -(-length // CHUNK)
 
 
-def _plan(previous: Array, ends: Array, counts: Array | None, slots: int) -> DeltaPlan:
+def _plan(previous: Array, ends: Array, counts: Array | None, slots: int) -> StatePlan:
     """The plan of rows; with `counts`, of rows that continue a sequence."""
     rows, length = ends.shape
     chunks = _chunks(length)
@@ -138,7 +138,7 @@ def _plan(previous: Array, ends: Array, counts: Array | None, slots: int) -> Del
     visit_slots = _listed(begun, entries, slots)
     slot = slot.reshape(split)
     made = slot < slots
-    return DeltaPlan(
+    return StatePlan(
         seen=seen,
         visit_slots=visit_slots,
         visits=visits,

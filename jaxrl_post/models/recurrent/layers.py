@@ -3,18 +3,25 @@
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl_post.kernels.delta_rule import DeltaPlan, Places, plan_trees
+from jaxrl_post.kernels.linear_attention import Places, StatePlan, plan_trees
 from jaxrl_post.kernels.row_tiles import CountedRows
 from jaxrl_post.models.cache import StateCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.convolution import (
+from jaxrl_post.models.params import LayerParams
+from jaxrl_post.models.recurrences import ShortConvolution
+from jaxrl_post.models.recurrent.convolution import (
     earlier_tokens,
     exact_convolution,
     short_convolution,
 )
-from jaxrl_post.models.delta import exact_delta, gated_delta
-from jaxrl_post.models.params import LayerParams
-from jaxrl_post.models.recurrences import GatedDelta
+from jaxrl_post.models.recurrent.delta import DELTA
+from jaxrl_post.models.recurrent.linear import (
+    Linear,
+    LinearParams,
+    exact_linear,
+    linear,
+)
+from jaxrl_post.models.recurrent.mamba import MAMBA2
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
@@ -27,12 +34,13 @@ class Past:
 
     Attributes:
         earlier: of `earlier_tokens`, as many distances as the convolutions have.
-        plan: the states between chunks; None without delta nets.
-        places: the same in exact mode; None without delta nets, and in other modes.
+        plan: the states between chunks; None without linear attention.
+        places: the same in exact mode; None without linear attention, and in other
+            modes.
     """
 
     earlier: Int[Array, "distances batch length"]
-    plan: DeltaPlan | None = None
+    plan: StatePlan | None = None
     places: Places | None = None
 
     @classmethod
@@ -49,7 +57,7 @@ class Past:
         if kind is None:
             return None
         earlier = earlier_tokens(positions, ends, kind.kernel - 1)
-        if not isinstance(kind, GatedDelta):
+        if isinstance(kind, ShortConvolution):
             return cls(earlier)
         if ends is None:
             ends = jnp.full_like(positions, positions.shape[1])
@@ -81,12 +89,15 @@ def recurrent(
     Returns:
         The update of the residual stream, and the state after the counted tokens.
     """
-    earlier = None if past is None else past.earlier
     if params.convolution is not None:
+        earlier = None if past is None else past.earlier
         return short_convolution(params.convolution, x, shape, earlier, entry, rules)
-    assert params.delta is not None
-    plan = None if past is None else past.plan
-    return gated_delta(config, params.delta, x, shape, earlier, plan, entry, rules)
+    kind, own = _linear(params)
+    trees = None
+    if past is not None:
+        assert past.plan is not None
+        trees = past.earlier, past.plan
+    return linear(config, kind, own, x, shape, trees, entry, rules)
 
 
 def exact_recurrent(
@@ -113,8 +124,21 @@ def exact_recurrent(
         This device's part of the update, without the bias of the outputs; and the state
         after the counted tokens.
     """
-    earlier = None if past is None else past.earlier
     if layer.convolution is not None:
+        earlier = None if past is None else past.earlier
         return exact_convolution(config, layer, rows, states, earlier, entry, shape)
-    places = None if past is None else past.places
-    return exact_delta(config, layer, rows, states, earlier, places, entry, shape)
+    kind, own = _linear(layer)
+    trees = None
+    if past is not None:
+        assert past.places is not None
+        trees = past.earlier, past.places
+    before = layer.attention_norm
+    return exact_linear(config, kind, own, before, rows, states, trees, entry, shape)
+
+
+def _linear(layer: LayerParams[Array]) -> tuple[Linear, LinearParams]:
+    """The kind and the parameters of a layer of linear attention."""
+    if layer.delta is not None:
+        return DELTA, layer.delta
+    assert layer.mamba is not None
+    return MAMBA2, layer.mamba

@@ -1,4 +1,4 @@
-"""The delta rule in chunks: products of matrices, and states between the chunks.
+"""Linear attention in chunks: products of matrices, and states between the chunks.
 
 With G the sum of log decays along a path since its entry into the chunk, D_ij =
 e^(G_i - G_j) where j is on the path of i, and S the entry's state, the tokens of a
@@ -8,12 +8,14 @@ chunk write
 
 and read  o = e^G q S + (q k^T D) R.  The state after token b is
 e^(G_b) S + (D_b k)^T R.
+Without the delta rule, R is v.
 What does not depend on states is computed for all chunks at a time; a loop then passes
 over the chunks. The backward pass has the states, and computes all else again.
 
 References:
     Yang et al., Gated Delta Networks, arXiv:2412.06464; Yang et al., Parallelizing
-    Linear Transformers with the Delta Rule, arXiv:2406.06484, section 3.
+    Linear Transformers with the Delta Rule, arXiv:2406.06484, section 3; Dao and Gu,
+    Transformers are SSMs, arXiv:2405.21060, section 6.
 """
 
 import functools
@@ -22,12 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.kernels.delta_rule.plan import CHUNK, DeltaPlan
+from jaxrl_post.kernels.linear_attention.inputs import LinearInputs
+from jaxrl_post.kernels.linear_attention.plan import CHUNK, StatePlan
 from jaxrl_post.types import Array, Float
 
 __all__ = ["chunked", "continued"]
-
-type Inputs = tuple[Array, Array, Array, Array, Array]
 
 # Rows of the blocks whose inverses are products; a power of two, and 8.
 BLOCK = 8
@@ -39,8 +40,8 @@ class _Parts(NamedTuple):
     """The parts of all chunks that need no state, float32.
 
     Attributes:
-        written: U [batch, chunks, heads, chunk, value].
-        read: W [batch, chunks, heads, chunk, key].
+        written: U, or v, [batch, chunks, heads, chunk, value].
+        read: W [batch, chunks, heads, chunk, key]; None without the delta rule.
         mixed: q k^T D [batch, chunks, heads, chunk, chunk].
         queries: e^G q [batch, chunks, heads, chunk, key].
         keys: k, as the queries.
@@ -49,7 +50,7 @@ class _Parts(NamedTuple):
     """
 
     written: Array
-    read: Array
+    read: Array | None
     mixed: Array
     queries: Array
     keys: Array
@@ -58,19 +59,20 @@ class _Parts(NamedTuple):
 
 
 @jax.custom_vjp
-def chunked(inputs: Inputs, plan: DeltaPlan) -> Float[Array, "batch length heads dim"]:
+def chunked(
+    inputs: LinearInputs, plan: StatePlan
+) -> Float[Array, "batch length heads dim"]:
     """The outputs of rows that begin without a state; NaN where the plan did not fit.
 
     Args:
-        inputs: queries, keys, values, log decays and betas of `api.DeltaInputs`, keys
-            and queries of every value head.
+        inputs: `api.LinearInputs`, with keys and queries of every value head.
         plan: of `plan_trees`.
     """
     return _forward(inputs, plan, None)[0]
 
 
 def continued(
-    inputs: Inputs, plan: DeltaPlan, state: Float[Array, "batch heads key value"]
+    inputs: LinearInputs, plan: StatePlan, state: Float[Array, "batch heads key value"]
 ) -> tuple[
     Float[Array, "batch length heads dim"], Float[Array, "batch heads key value"]
 ]:
@@ -86,7 +88,7 @@ def continued(
 
 
 def _forward(
-    inputs: Inputs, plan: DeltaPlan, state: Array | None
+    inputs: LinearInputs, plan: StatePlan, state: Array | None
 ) -> tuple[Array, Array]:
     """Outputs, and the store of states."""
     batch, length, heads, dim = inputs[2].shape
@@ -99,8 +101,7 @@ def _forward(
     def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         store, outs = carry
         part, local = _chosen(parts, index), _chosen(plan, index)
-        read, known = _read(part, local, store)
-        written = part.written - read
+        written, known = _read(part, local, store)
         out = known + product("bhij,bhjv->bhiv", part.mixed, written)
 
         def make(number: Array, store: Array) -> Array:
@@ -118,7 +119,7 @@ def _forward(
     return _rows(outs)[:, :length], store
 
 
-def _backward(saved: Any, grads: Array) -> tuple[Inputs, None]:
+def _backward(saved: Any, grads: Array) -> tuple[LinearInputs, None]:
     inputs, plan, store = saved
     parts, pull = jax.vjp(lambda inputs: _parts(inputs, plan), inputs)
     chunks = plan.seen.shape[1]
@@ -129,8 +130,7 @@ def _backward(saved: Any, grads: Array) -> tuple[Inputs, None]:
         to_store, to_parts = carry
         part, local = _chosen(parts, index), _chosen(plan, index)
         grad = jax.lax.dynamic_index_in_dim(grads, index, 1, keepdims=False)
-        read, _ = _read(part, local, store)
-        written = part.written - read
+        written, _ = _read(part, local, store)
         to_written = product("bhij,bhiv->bhjv", part.mixed, grad)
         to_mixed = product("bhiv,bhjv->bhij", grad, written)
         none = (
@@ -168,18 +168,20 @@ def _backward(saved: Any, grads: Array) -> tuple[Inputs, None]:
             to_store, to_read, to_queries = carry
             slot, inside = _visit(local, number)
             state = _at(store, slot)
-            own, wrote = jnp.where(inside, grad, 0), jnp.where(inside, to_written, 0)
-            to_read -= product("bhiv,bhkv->bhik", wrote, state)
+            own = jnp.where(inside, grad, 0)
             to_queries += product("bhiv,bhkv->bhik", own, state)
             change = product("bhik,bhiv->bhkv", part.queries, own)
-            change -= product("bhik,bhiv->bhkv", part.read, wrote)
+            if part.read is not None:
+                wrote = jnp.where(inside, to_written, 0)
+                to_read -= product("bhiv,bhkv->bhik", wrote, state)
+                change -= product("bhik,bhiv->bhkv", part.read, wrote)
             return _add(to_store, slot, change), to_read, to_queries
 
         to_store, to_read, to_queries = jax.lax.fori_loop(
             0,
             _most(local.visit_slots < plan.slots),
             unvisit,
-            (to_store, jnp.zeros_like(part.read), jnp.zeros_like(part.queries)),
+            (to_store, *jax.tree.map(jnp.zeros_like, (part.read, part.queries))),
         )
         new = _Parts(
             to_written, to_read, to_mixed, to_queries, to_keys, to_decays, to_kept
@@ -199,7 +201,7 @@ def _backward(saved: Any, grads: Array) -> tuple[Inputs, None]:
     return to_inputs, None
 
 
-def _saved(inputs: Inputs, plan: DeltaPlan) -> tuple[Array, Any]:
+def _saved(inputs: LinearInputs, plan: StatePlan) -> tuple[Array, Any]:
     out, store = _forward(inputs, plan, None)
     return out, (inputs, plan, store)
 
@@ -207,11 +209,12 @@ def _saved(inputs: Inputs, plan: DeltaPlan) -> tuple[Array, Any]:
 chunked.defvjp(_saved, _backward)
 
 
-def _parts(inputs: Inputs, plan: DeltaPlan) -> _Parts:
+def _parts(inputs: LinearInputs, plan: StatePlan) -> _Parts:
     chunks = plan.seen.shape[1]
-    query, key, value, decay, beta = (
-        _split(each.astype(jnp.float32), chunks) for each in inputs
-    )
+    inputs = jax.tree.map(lambda each: _split(each.astype(jnp.float32), chunks), inputs)
+    # Fused with the convolutions before it, what follows aborted the compiler for TPUs
+    # (libtpu 0.0.50.1, 32 heads of 128 on a device, 4,096 tokens).
+    query, key, value, decay, beta = jax.lax.optimization_barrier(inputs)
     seen = plan.seen[:, :, None]
     # Sums of multiples of 1/256 are exact, so that differences of sums, too, are as
     # precise as the decays between two tokens and not as all decays before them.
@@ -222,13 +225,17 @@ def _parts(inputs: Inputs, plan: DeltaPlan) -> _Parts:
     total = sums[0] + sums[1]
     # Masked before exp, whose gradient would be infinite for what is not seen.
     decays = jnp.where(seen, jnp.exp(jnp.where(seen, between, 0.0)), 0.0)
-    kept, keys = jnp.exp(total), beta[..., None] * key
-    overlaps = product("bnhik,bnhjk->bnhij", keys, key) * decays
-    right = jnp.concatenate([beta[..., None] * value, kept[..., None] * keys], axis=-1)
-    solved = product("bnhij,bnhjw->bnhiw", _inverse(overlaps), right)
+    kept, written, read = jnp.exp(total), value, None
+    if beta is not None:
+        keys = beta[..., None] * key
+        overlaps = product("bnhik,bnhjk->bnhij", keys, key) * decays
+        right = [beta[..., None] * value, kept[..., None] * keys]
+        right = jnp.concatenate(right, axis=-1)
+        solved = product("bnhij,bnhjw->bnhiw", _inverse(overlaps), right)
+        written, read = jnp.split(solved, [value.shape[-1]], axis=-1)
     return _Parts(
-        written=solved[..., : value.shape[-1]],
-        read=solved[..., value.shape[-1] :],
+        written=written,
+        read=read,
         mixed=product("bnhik,bnhjk->bnhij", query, key) * decays,
         queries=kept[..., None] * query,
         keys=key,
@@ -289,30 +296,34 @@ def _inverse_backward(inverse: Array, grad: Array) -> tuple[Array]:
 _inverse.defvjp(_inverse_saved, _inverse_backward)
 
 
-def _read(part: _Parts, local: DeltaPlan, store: Array) -> tuple[Array, Array]:
-    """W S and e^G q S of a chunk's tokens, each with the state of its entry."""
-    both = jnp.concatenate([part.read, part.queries], axis=2)
+def _read(part: _Parts, local: StatePlan, store: Array) -> tuple[Array, Array]:
+    """R and e^G q S of a chunk's tokens, each with the state of its entry."""
+    asked = [part.queries] if part.read is None else [part.queries, part.read]
+    both = jnp.concatenate(asked, axis=2)
 
     def visit(number: Array, found: Array) -> Array:
         slot, inside = _visit(local, number)
-        inside = jnp.concatenate([inside, inside], axis=2)
+        inside = jnp.concatenate([inside] * len(asked), axis=2)
         seen = product("bhik,bhkv->bhiv", both, _at(store, slot))
         return jnp.where(inside, seen, found)
 
     shape = *both.shape[:3], store.shape[-1]
     count = _most(local.visit_slots < local.slots)
     found = jax.lax.fori_loop(0, count, visit, jnp.zeros(shape, jnp.float32))
-    return found[:, :, :CHUNK], found[:, :, CHUNK:]
+    written = part.written
+    if part.read is not None:
+        written = written - found[:, :, CHUNK:]
+    return written, found[:, :, :CHUNK]
 
 
-def _visit(local: DeltaPlan, number: Array) -> tuple[Array, Array]:
+def _visit(local: StatePlan, number: Array) -> tuple[Array, Array]:
     """The slot of a visit of each row, and its tokens, [batch, 1, chunk, 1]."""
     slot = jax.lax.dynamic_index_in_dim(local.visit_slots, number, 1, keepdims=False)
     return slot, (local.visits == number)[:, None, :, None]
 
 
 def _made(
-    part: _Parts, local: DeltaPlan, number: Array
+    part: _Parts, local: StatePlan, number: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
     """A token whose state is kept, its slot, its D and e^G, and its entry's slot."""
     token = jax.lax.dynamic_index_in_dim(local.made_tokens, number, 1, keepdims=False)
@@ -323,7 +334,7 @@ def _made(
     return token, _slot(local, number), row, kept, entry
 
 
-def _slot(local: DeltaPlan, number: Array) -> Array:
+def _slot(local: StatePlan, number: Array) -> Array:
     """The slots of a state that each row's chunk leaves behind."""
     return jax.lax.dynamic_index_in_dim(local.made_slots, number, 1, keepdims=False)
 

@@ -1,4 +1,4 @@
-"""The delta rule of exact mode: a state's bits depend on its path alone.
+"""Linear attention of exact mode: a state's bits depend on its path alone.
 
 Sampler and trainer take the same step for every token: a computation of one size, apart
 from all others, in a loop over rows and tokens. A trainer's row is a forest in which a
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.kernels.delta_rule.api import DeltaInputs
+from jaxrl_post.kernels.linear_attention.inputs import LinearInputs
 from jaxrl_post.kernels.row_tiles import isolated
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Places", "delta_rows"]
+__all__ = ["Places", "linear_rows"]
 
 # Branching tokens of a path; `data.packing.sharing` makes trees of at most 100 nodes.
 MOST = 128
@@ -76,8 +76,8 @@ class Places(NamedTuple):
         )
 
 
-def delta_rows(
-    inputs: DeltaInputs,
+def linear_rows(
+    inputs: LinearInputs,
     places: Places,
     state: Float[Array, "batch heads key_dim value_dim"] | None,
 ) -> tuple[
@@ -94,11 +94,9 @@ def delta_rows(
     Returns:
         float32; 0 for other tokens, and NaN in rows that the stack does not hold.
     """
-    query, key, value, decay, beta = (
-        each.astype(jnp.float32) for each in inputs.by_head()
-    )
-    rows, length, heads, dim = value.shape
-    shape = heads, key.shape[3], dim
+    tokens = jax.tree.map(lambda each: each.astype(jnp.float32), inputs.by_head())
+    rows, length, heads, dim = tokens.value.shape
+    shape = heads, tokens.key.shape[3], dim
     after = jnp.zeros((rows, *shape), jnp.float32) if state is None else state
     # The sampler's rows keep nothing on a stack.
     trees = state is None
@@ -106,11 +104,11 @@ def delta_rows(
 
     def row(number: Array, carry: tuple[Array, Array, Array]) -> tuple:
         after, outs, stack = carry
-        own = [each[number] for each in (query, key, value, decay, beta)]
+        own = jax.tree.map(lambda each: each[number], tokens)
         entries, kept = places.entries[number], places.kept[number]
         count = places.counts[number]
 
-        def token(at: Array, carry: tuple[Array, Array, Array]) -> tuple:
+        def step(at: Array, carry: tuple[Array, Array, Array]) -> tuple:
             now, outs, stack = carry
             if trees:
                 entry = entries[at]
@@ -119,14 +117,15 @@ def delta_rows(
                     lambda: now,
                     lambda: stack.at[entry].get(mode="fill", fill_value=0),
                 )
-            out, now = isolated(_step, at < count, now, *(each[at] for each in own))
+            token = jax.tree.map(lambda each: each[at], own)
+            out, now = isolated(_step, at < count, now, token)
             outs = outs.at[number, at].set(out)
             if trees:
                 stack = _kept(stack, kept[at], now)
             return now, outs, stack
 
         now, outs, stack = jax.lax.fori_loop(
-            0, count, token, (after[number], outs, stack)
+            0, count, step, (after[number], outs, stack)
         )
         return after.at[number].set(now), outs, stack
 
@@ -140,12 +139,12 @@ def _kept(stack: Array, place: Array, state: Array) -> Array:
     return jax.lax.cond(place < MOST, put, lambda: stack)
 
 
-def _step(
-    state: Array, query: Array, key: Array, value: Array, decay: Array, beta: Array
-) -> tuple[Array, Array]:
+def _step(state: Array, token: LinearInputs) -> tuple[Array, Array]:
     """One token of one row; heads come first in every array."""
+    query, key, written, decay, beta = token
     state = jnp.exp(decay)[:, None, None] * state
-    known = jnp.sum(state * key[..., None], axis=1)
-    written = beta[:, None] * (value - known)
+    if beta is not None:
+        known = jnp.sum(state * key[..., None], axis=1)
+        written = beta[:, None] * (written - known)
     state = state + key[..., None] * written[:, None]
     return jnp.sum(state * query[..., None], axis=1), state

@@ -1,25 +1,28 @@
-"""The delta rule in chunks against its definition, over random trees."""
+"""Linear attention in chunks against its definition, over random trees."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.kernels.delta_rule import (
+from jaxrl_post.kernels.linear_attention import (
     CHUNK,
-    DeltaInputs,
+    LinearInputs,
     Places,
-    delta_continued,
-    delta_rows,
-    delta_rule,
-    delta_step,
+    linear_attention,
+    linear_continued,
+    linear_rows,
+    linear_step,
     plan_rows,
     plan_trees,
     reference,
 )
 from jaxrl_post.sharding import create_mesh
+
+RULES = pytest.mark.parametrize("rule", ["delta", "sum"])
 
 
 def forest(seed: int, length: int, padding: int):
@@ -52,26 +55,23 @@ def forests(length: int, rows: int = 2):
     return jnp.asarray(previous), jnp.asarray(ends)
 
 
-def inputs(rows: int, length: int, *, decay: float = -2.0, heads: int = 4):
-    rng = np.random.default_rng(length)
+def inputs(rows: int, length: int, rule: str = "delta", *, decay: float = -2.0):
+    """Tokens for the delta rule, or whose values are added ("sum")."""
+    rng, heads = np.random.default_rng(length), 4
 
     def draw(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
 
     query, key = draw(2, rows, length, 2, 8)
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
-    return DeltaInputs(
-        *map(
-            jnp.asarray,
-            (
-                query,
-                key,
-                draw(rows, length, heads, 6),
-                -np.exp(draw(rows, length, heads) + decay),
-                1 / (1 + np.exp(-draw(rows, length, heads))),
-            ),
-        )
+    made = LinearInputs(
+        query,
+        key,
+        draw(rows, length, heads, 6),
+        -np.exp(draw(rows, length, heads) + decay),
+        1 / (1 + np.exp(-draw(rows, length, heads))) if rule == "delta" else None,
     )
+    return jax.tree.map(jnp.asarray, made)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -86,17 +86,18 @@ def with_gradients(function, tokens, weight):
 
 # Strong decays, too: e^G is then 0 in float32.
 @pytest.mark.parametrize("decay", [-2.0, 3.0])
+@RULES
 @pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 200, 300])
-def test_chunks_of_trees_are_the_recurrence(length, decay):
+def test_chunks_of_trees_are_the_recurrence(length, rule, decay):
     previous, ends = forests(length)
-    tokens = inputs(2, length, decay=decay)
+    tokens = inputs(2, length, rule, decay=decay)
     rng = np.random.default_rng(1)
     weight = rng.normal(size=tokens.value.shape).astype(np.float32)
     weight *= (np.asarray(ends) > 0)[..., None, None]
     plan = plan_trees(previous, ends)
-    found = with_gradients(lambda x: delta_rule(x, plan), tokens, weight)
+    found = with_gradients(lambda x: linear_attention(x, plan), tokens, weight)
     expected = with_gradients(
-        lambda x: reference.delta_rule(x, previous)[0], tokens, weight
+        lambda x: reference.linear_attention(x, previous)[0], tokens, weight
     )
     counted = weight != 0
     np.testing.assert_allclose(
@@ -104,35 +105,39 @@ def test_chunks_of_trees_are_the_recurrence(length, decay):
         np.where(counted, expected[0], 0),
         atol=1e-5,
     )
-    for one, other in zip(found[1], expected[1], strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (found[1], expected[1])), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
         assert np.isfinite(one).all()
 
 
+@RULES
 @pytest.mark.parametrize("length", [1, CHUNK, 300])
-def test_exact_rows_are_the_recurrence(length):
+def test_exact_rows_are_the_recurrence(length, rule):
     previous, ends = forests(length, rows=3)
-    tokens = inputs(3, length)
+    tokens = inputs(3, length, rule)
     places = Places.of_trees(previous, ends)
-    found, _ = jax.jit(lambda x: delta_rows(x, places, None))(tokens)
-    expected, _ = reference.delta_rule(tokens, previous)
+    found, _ = jax.jit(lambda x: linear_rows(x, places, None))(tokens)
+    expected, _ = reference.linear_attention(tokens, previous)
     counted = (ends > 0)[..., None, None]
     np.testing.assert_allclose(found, jnp.where(counted, expected, 0), atol=1e-6)
 
 
+@RULES
 @pytest.mark.parametrize("counts", [(0, 1, 5), (130, 64, 65), (63, 130, 0)])
-def test_a_sequence_continues_from_its_state(counts):
+def test_a_sequence_continues_from_its_state(counts, rule):
     """In chunks, in exact rows, and in steps of one token."""
     length = 130
-    tokens, counted = inputs(3, length), jnp.array(counts)
+    tokens, counted = inputs(3, length, rule), jnp.array(counts)
     begun = jnp.asarray(np.random.default_rng(3).normal(size=(3, 4, 8, 6)), jnp.float32)
-    out, after = delta_continued(tokens, plan_rows(counted, length), begun)
-    rows, last = delta_rows(tokens, Places.of_rows(counted, length), begun)
-    step = jax.jit(delta_step)
+    out, after = linear_continued(tokens, plan_rows(counted, length), begun)
+    rows, last = linear_rows(tokens, Places.of_rows(counted, length), begun)
+    step = jax.jit(linear_step)
     for row, count in enumerate(counts):
         state = begun[row : row + 1]
         for at in range(count):
-            one = DeltaInputs(*(x[row : row + 1, at : at + 1] for x in tokens))
+            one = jax.tree.map(
+                lambda x, row=row, at=at: x[row : row + 1, at : at + 1], tokens
+            )
             expected, state = step(one, state)
             if at in (0, count // 2, count - 1):
                 np.testing.assert_allclose(out[row, at], expected[0, 0], atol=1e-4)
@@ -141,11 +146,16 @@ def test_a_sequence_continues_from_its_state(counts):
         np.testing.assert_allclose(last[row], state[0], atol=1e-4)
 
 
-def test_a_row_without_a_token_keeps_its_state_to_the_bit():
-    tokens = jax.tree.map(lambda x: x[:, :1], inputs(2, 3))
-    still = tokens._replace(decay=0 * tokens.decay, beta=0 * tokens.beta)
+@RULES
+def test_a_row_without_a_token_keeps_its_state_to_the_bit(rule):
+    tokens = jax.tree.map(lambda x: x[:, :1], inputs(2, 3, rule))
+    still = tokens._replace(decay=0 * tokens.decay)
+    if rule == "delta":
+        still = still._replace(beta=0 * tokens.beta)
+    else:
+        still = still._replace(value=0 * tokens.value)
     state = jnp.full((2, 4, 8, 6), 1 / 3)
-    _, after = delta_step(still, state)
+    _, after = linear_step(still, state)
     assert (after == state).all()
 
 
@@ -165,24 +175,28 @@ def test_too_many_states_are_no_numbers():
     plan = plan_trees(previous, ends)
     assert not plan.fits.any()
     tokens = inputs(1, length)
-    assert jnp.isnan(delta_rule(tokens, plan)).all()
+    assert jnp.isnan(linear_attention(tokens, plan)).all()
     places = Places.of_trees(previous, ends)
     assert not places.fits.any()
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("mesh", ["dp2", "tp2", "dp2,tp2", "tp4"])
-def test_a_mesh_changes_nothing(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "rule"),
+    [("dp2", "delta"), ("tp2", "delta"), ("dp2,tp2", "delta"), ("dp2,tp4", "sum")],
+)
+def test_a_mesh_changes_nothing(mesh, rule):
     previous, ends = forests(150)
-    tokens = inputs(2, 150)
+    tokens = inputs(2, 150, rule)
     weight = np.where((np.asarray(ends) > 0)[..., None, None], 0.5, 0)
     alone = with_gradients(
-        lambda x: delta_rule(x, plan_trees(previous, ends)), tokens, weight
+        lambda x: linear_attention(x, plan_trees(previous, ends)), tokens, weight
     )
-    made = create_mesh(mesh, jax.devices()[: 4 if mesh in ("dp2,tp2", "tp4") else 2])
+    size = math.prod(int(axis[2:]) for axis in mesh.split(","))
+    made = create_mesh(mesh, jax.devices()[:size])
     with jax.set_mesh(made):
         found = with_gradients(
-            lambda x: delta_rule(x, plan_trees(previous, ends)), tokens, weight
+            lambda x: linear_attention(x, plan_trees(previous, ends)), tokens, weight
         )
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5),

@@ -1,0 +1,5 @@
+"""Layers that carry a state along a sequence, in place of attention."""
+
+from jaxrl_post.models.recurrent.layers import Past, exact_recurrent, recurrent
+
+__all__ = ["Past", "exact_recurrent", "recurrent"]
