@@ -161,14 +161,15 @@ def _with(found: list[Case]) -> Iterator[str]:
     axes += ["ep"] if any(case.config.experts for case in found) else []
     axes += [] if config.has_states else ["cp"]
     yield f"`--mesh`: {', '.join(f'`{axis}`' for axis in axes)}."
-    delta = config.recurrence
-    if isinstance(delta, GatedDelta):
-        yield "`tp` must divide the key heads of delta nets."
+    if isinstance(config.recurrence, LinearAttention):
+        yield "`tp` must divide the key heads of layers with a state."
     refusal = _exact(config, 2)
     yield f"`--exact`{'' if refusal is None else f', but: {refusal}'}."
     names = ", ".join(f"`{each}`" for each in module_names(config))
     own = ", ".join(f"`{each}`" for each in adaptable(config))
     yield f"`--lora.targets`: {own}; by PEFT's names {names}."
+    if isinstance(config.recurrence, Mamba2):
+        yield "Not under PEFT: adapters of `mamba_output` (`out_proj`)."
     if config.has_states:
         yield "Not: `cp`, `--rollout.guesses`, `--rollout.draft`, JetStream."
     if family.classifier is None:
@@ -182,7 +183,11 @@ def _with(found: list[Case]) -> Iterator[str]:
 
 
 def _states(config: ModelConfig) -> str:
-    kinds = {ShortConvolution: "short convolutions", GatedDelta: "gated delta nets"}
+    kinds = {
+        ShortConvolution: "short convolutions",
+        GatedDelta: "gated delta nets",
+        Mamba2: "Mamba-2",
+    }
     return kinds.get(type(config.recurrence), "")
 
 

@@ -41,7 +41,14 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# Elsewhere such an activation would be that of a gate.
+UNGATED: dict[str, Activation] = {"relu2": "relu2"}
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Defaults:
         tie_embeddings: default of `tie_word_embeddings`.
         activation_key: key of the activation function.
         activation: default of `activation_key`.
+        gated: whether MLPs have a gate.
         width_key: key of the MLP's width.
         local_theta: default base of the rotary embedding of sliding layers; None if all
             layers have the same embedding.
@@ -75,6 +83,7 @@ class Defaults:
     tie_embeddings: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    gated: bool = True
     width_key: str = "intermediate_size"
     local_theta: float | None = None
     local_theta_key: str = ""
@@ -96,10 +105,11 @@ def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
     """
     _check_decoder(raw)
     activation = text(raw, defaults.activation_key, defaults.activation)
-    if activation not in ACTIVATIONS:
+    known = ACTIVATIONS if defaults.gated else UNGATED
+    if activation not in known:
         raise CheckpointError(
-            f"{defaults.activation_key} must be one of {', '.join(ACTIVATIONS)}; "
-            f"got {activation!r}"
+            f"{defaults.activation_key} must be one of {', '.join(known)}; got "
+            f"{activation!r}"
         )
     num_heads = integer(raw, "num_attention_heads")
     max_length = integer(raw, "max_position_embeddings", defaults.max_length)
@@ -134,7 +144,7 @@ def decoder_from_hf(raw: Json, defaults: Defaults) -> ModelConfig:
         rope_scaling=rotation.scaling,
         local_rope_theta=local_theta,
         rotary_dim=None if rotation.share == 1.0 else int(head_dim * rotation.share),
-        activation=ACTIVATIONS[activation],
+        activation=known[activation],
         tie_embeddings=flag(raw, "tie_word_embeddings", defaults.tie_embeddings),
         initializer_range=number(raw, "initializer_range", 0.02),
     )

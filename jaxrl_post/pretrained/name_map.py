@@ -21,6 +21,7 @@ __all__ = [
     "matches",
     "paths",
     "present",
+    "replaced_prefix",
     "some",
     "without_prefixes",
 ]
@@ -115,6 +116,17 @@ def present(entries: Sequence[Entry], found: Collection[str]) -> list[Entry]:
     ]
 
 
+def replaced_prefix(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    """Replaces a name's prefix by the first pair that matches it.
+
+    >>> replaced_prefix("backbone.layers.0.norm", [("backbone.", "model.")])
+    'model.layers.0.norm'
+    """
+    fits = ((old, new) for old, new in prefixes if name.startswith(old))
+    old, new = next(fits, ("", ""))
+    return new + name.removeprefix(old)
+
+
 def without_prefixes(
     tensors: Mapping[str, Tensor], prefixes: Sequence[tuple[str, str]]
 ) -> dict[str, Tensor]:
@@ -131,9 +143,7 @@ def without_prefixes(
     renamed: dict[str, Tensor] = {}
     origin: dict[str, str] = {}
     for name, tensor in tensors.items():
-        fits = ((old, new) for old, new in prefixes if name.startswith(old))
-        old, new = next(fits, ("", ""))
-        ours = new + name.removeprefix(old)
+        ours = replaced_prefix(name, prefixes)
         if ours in renamed:
             raise CheckpointError(
                 f"{tensor.file}: tensors {origin[ours]} and {name} both are {ours}; "

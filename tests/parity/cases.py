@@ -604,6 +604,20 @@ DELTA_EXPERTS = {
     "shared_expert_intermediate_size": 24,
 }
 CONVOLVED = {"pad_token_id": None, "num_hidden_layers": 4}
+# transformers 5.24 bounds the steps of a prompt from below, and those after it not.
+MAMBA = {
+    **TINY,
+    "head_dim": 16,
+    "time_step_min": 1e-20,
+    "n_groups": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 24,
+}
 
 STATES = {
     "lfm2": Case(
@@ -653,6 +667,23 @@ STATES = {
         "qwen3_next",
         {**DELTA, **DELTA_EXPERTS, "linear_conv_kernel_dim": 3},
         rope("default", partial_rotary_factor=0.25),
+        old_keys=True,
+    ),
+}  # fmt: skip
+
+STATES |= {
+    # More than two chunks.
+    "nemotron_h": Case(
+        "nemotron_h",
+        {**MAMBA, "max_position_embeddings": 256, "moe_latent_size": 16,
+         "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
+         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        length=140,
+    ),
+    "nemotron_h_released": Case(
+        "nemotron_h",
+        {**MAMBA, "conv_kernel": 3, "use_conv_bias": False, "mlp_bias": True,
+         "norm_topk_prob": False, "hybrid_override_pattern": "M-M*EM"},
         old_keys=True,
     ),
 }  # fmt: skip

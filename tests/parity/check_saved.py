@@ -97,7 +97,7 @@ def read_config(folder: Path) -> dict:
 
 
 # Float32 in every model of ours.
-WIDE = ("linear_attn.A_log", "linear_attn.dt_bias")
+WIDE = ("A_log", "dt_bias", "mixer.D")
 
 
 def text_only(

@@ -225,11 +225,11 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
             for name, tensor in load_file(path).items()
         }
         save_file(tensors, path, {"format": "pt"})
-    if case.model_type == "qwen3_next" and case.old_keys:
+    if case.model_type in ("qwen3_next", "nemotron_h") and case.old_keys:
         # Released files have layers for multi-token prediction.
         path = folder / "model.safetensors"
         tensors = load_file(path)
-        tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+        tensors["mtp.norm.weight"] = torch.ones(case.config.get("hidden_size", 32))
         save_file(tensors, path, {"format": "pt"})
     if case.model_type == "kimi_k25":
         # As released: transformers 5.24 gives the text model's layers the name that
@@ -293,6 +293,9 @@ def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
             text["model_type"] = "kimi_k2"
         return raw
     family = raw["model_type"]
+    if family == "nemotron_h":
+        raw["hybrid_override_pattern"] = pattern_of(raw.pop("layers_block_type"))
+        return raw
     parameters = dict(raw.pop("rope_parameters"))
     if "full_attention" in parameters:
         if family == "gemma3_text":
@@ -310,6 +313,12 @@ def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
         raw.pop("layer_types", None)
     additions = family_keys_of_transformers_4(raw)
     return raw | additions
+
+
+def pattern_of(kinds: list[str]) -> str:
+    """The letters that stand for kinds of layers in files of Nemotron-H."""
+    letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+    return "".join(letters[kind] for kind in kinds)
 
 
 def family_keys_of_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:

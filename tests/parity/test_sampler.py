@@ -23,7 +23,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss", "lfm2",
-    "qwen3_5_text",
+    "qwen3_5_text", "nemotron_h",
 }  # fmt: skip
 FAMILIES = (
     "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_sliding_from_layer_1",
@@ -31,7 +31,8 @@ FAMILIES = (
     "phi3_partial_longrope_within", "olmo2", "olmo3_yarn_on_full_layers", "olmoe",
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
     "gpt_oss", "ministral3", "youtu", "lfm2", "lfm2_biases_untied", "lfm2_moe",
-    "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+    "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
+    "nemotron_h_released",
 )  # fmt: skip
 # These are models of another family, or have one inside.
 SEEING = {
@@ -91,5 +92,5 @@ def test_every_family_has_a_case():
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
         "ministral3", "youtu", "lfm2", "lfm2_moe", "minimax_m2", "qwen3_5_text",
-        "qwen3_5_moe_text", "qwen3_next",
+        "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
     }  # fmt: skip

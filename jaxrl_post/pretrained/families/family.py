@@ -35,6 +35,9 @@ class Family:
             model's, which that model's family then reads; None for a family of text
             models.
         prefixes: pairs of a prefix in a checkpoint and its replacement in `weights`.
+        modules: pairs of a prefix in `weights` and the prefix of transformers' modules
+            where they differ; adapters are saved under the modules' names.
+        experts_module: name of the module of a layer's experts in transformers.
         vision: patterns of vision tensors in a checkpoint that includes a text model
             of the family; they are left unread with a warning.
         ignored: patterns of tensors that are left unread; `*` matches any text and `+`
@@ -53,6 +56,8 @@ class Family:
     judges_tokens: bool = True
     text_model: Callable[[Json], Json] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    experts_module: str = "mlp.experts"
     vision: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()

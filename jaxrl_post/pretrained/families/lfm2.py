@@ -191,4 +191,5 @@ LFM2_MOE = replace(
     keys=(LAYERS, Key(_read_experts, _write_experts)),
     prepare=_prepare,
     finish=lambda _, keys: keys,
+    experts_module="feed_forward.experts",
 )

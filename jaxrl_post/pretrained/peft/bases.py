@@ -23,7 +23,7 @@ def bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
     entries = entries_of(family_of(config.model_type).weights, specs)
     places, found = {entry.path: entry for entry in entries}, matrices(specs)
     return {
-        path: expert_base(places[path], spec, targets)
+        path: expert_base(config, places[path], spec, targets)
         if expert_dims(path)
         else places[path]
         for path, spec in found.items()
@@ -79,7 +79,7 @@ def _named(config: ModelConfig, name: str) -> list[str]:
     every = bases(config, ())
     for experts in (0, 1):
         fits = {
-            path: any(f".{each}".endswith(f".{name}") for each in _names(base))
+            path: any(f".{each}".endswith(f".{name}") for each in _names(config, base))
             for path, base in every.items()
             if expert_dims(path) == experts
         }
@@ -87,7 +87,8 @@ def _named(config: ModelConfig, name: str) -> list[str]:
         for path, fit in fits.items():
             if target_name(path) in found and not fit:
                 raise ValueError(
-                    f"lora: the target {name} leaves out {_names(every[path])[0]}, and "
+                    f"lora: the target {name} leaves out "
+                    f"{_names(config, every[path])[0]}, and "
                     "a matrix is adapted in all layers or in none; give the end of its "
                     f"name that is the same in all layers, or {target_name(path)}"
                 )
@@ -101,14 +102,14 @@ def module_names(config: ModelConfig) -> list[str]:
     shown = dict[str, None]()
     for path, base in bases(config, ()).items():
         length = 2 if expert_dims(path) else 1
-        shown[".".join(_names(base)[0].split(".")[-length:])] = None
+        shown[".".join(_names(config, base)[0].split(".")[-length:])] = None
     return [ALL_LINEAR, *shown]
 
 
-def _names(base: Entry) -> list[str]:
+def _names(config: ModelConfig, base: Entry) -> list[str]:
     """Returns PEFT's names of the module, or the parameter, that holds a matrix."""
     if expert_dims(base.path):
-        return [expert_parameter(base.path)]
+        return [expert_parameter(config, base)]
     return _module_names(base)
 
 

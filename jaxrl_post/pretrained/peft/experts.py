@@ -7,7 +7,8 @@ gate_up_proj and down_proj. PEFT wraps the module once per adapted parameter
     lora_A.weight [experts * rank, in], with the expert as the slow index, and
     lora_B.weight [out, rank * experts], with the expert as the fast index.
 
-Gate and up are one matrix there, with one A and their own rank (rank_pattern).
+Gate and up are one matrix there, with one A and their own rank (rank_pattern). Experts
+without a gate have up_proj in its place.
 """
 
 import functools
@@ -27,6 +28,7 @@ from jaxrl_post.models.matrix import EXPERTS, expert_dims, matrices, target_name
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.spec import ParamSpec
 from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families import family_of
 from jaxrl_post.pretrained.layout import Layout, Slot
 from jaxrl_post.pretrained.name_map import Entry
 from jaxrl_post.types import Array
@@ -40,31 +42,39 @@ __all__ = [
     "read_expert_options",
 ]
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
-PARAMETERS = {"expert_gate": GATE_UP, "expert_up": GATE_UP, "expert_down": DOWN}
-# The module's name in target_parameters and in patterns, after the layer's path.
-MODULE = "mlp.experts"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
-def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Entry:
+def _parameters(config: ModelConfig) -> dict[str, str]:
+    """The parameter in transformers that holds each target of routed experts."""
+    if config.gated_mlp:
+        return {"expert_gate": GATE_UP, "expert_up": GATE_UP, "expert_down": DOWN}
+    return {"expert_up": UP, "expert_down": DOWN}
+
+
+def expert_base(
+    config: ModelConfig, stored: Entry, spec: ParamSpec, targets: tuple[str, ...]
+) -> Entry:
     """Returns the entry of a routed experts' matrix among PEFT's modules.
 
     Args:
+        config: the model's config.
         stored: the entry of the matrix, or of one expert, in the family's checkpoints.
         spec: spec of the matrix.
         targets: the adapter's targets; the module's name depends on them.
     """
     name, (experts, inputs, outputs) = target_name(stored.path), spec.shape
     slot = Slot()
-    if name != "expert_down":
+    parameters = _parameters(config)
+    if parameters[name] == GATE_UP:
         # PEFT concatenates gate and up, unless the checkpoint already joins them.
         start = 0 if name == "expert_gate" else outputs
         joined = stored.expert is None
         slot = replace(stored.slot, dim=0) if joined else Slot(0, start)
         outputs *= 2
-    wraps = {PARAMETERS[target] for target in targets if target in EXPERTS}
-    inside = PARAMETERS[name] == GATE_UP and wraps == {GATE_UP, DOWN}
-    module = _module(stored.path)
+    wraps = {parameters[target] for target in targets if target in parameters}
+    inside = parameters[name] != DOWN and len(wraps) == 2
+    module = _module(config, stored)
     return Entry(
         stored.path,
         None,
@@ -76,17 +86,20 @@ def expert_base(stored: Entry, spec: ParamSpec, targets: tuple[str, ...]) -> Ent
     )
 
 
-def expert_parameter(path: str) -> str:
-    """Returns PEFT's name of the parameter that holds a routed experts' matrix.
-
-    >>> expert_parameter("layers.3.experts.up")
-    'model.layers.3.mlp.experts.gate_up_proj'
-    """
-    return f"{_module(path)}.{PARAMETERS[target_name(path)]}"
+def expert_parameter(config: ModelConfig, base: Entry) -> str:
+    """Returns PEFT's name of the parameter that holds a routed experts' matrix."""
+    return f"{_module(config, base)}.{_parameters(config)[target_name(base.path)]}"
 
 
-def _module(path: str) -> str:
-    return f"model.layers.{path.split('.')[1]}.{MODULE}"
+def _module(config: ModelConfig, entry: Entry) -> str:
+    """The name of the module of a layer's experts."""
+    before, layers, after = entry.name.partition(".layers.")
+    return f"{before}{layers}{after.split('.')[0]}.{_experts(config)}"
+
+
+def _experts(config: ModelConfig) -> str:
+    """The module's name in target_parameters and in patterns, after the layer's."""
+    return family_of(config.model_type).experts_module
 
 
 def expert_places(
@@ -106,24 +119,26 @@ def expert_places(
 
 
 def expert_options(
-    lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
+    config: ModelConfig, lora: LoRAConfig, by_target: Mapping[str, LoRAConfig]
 ) -> dict[str, Any]:
     """Returns PEFT's options for routed experts, empty if none are adapted.
 
     Args:
+        config: the model's config.
         lora: the adapter's config.
         by_target: configs of experts' matrices whose rank differs from `lora`.
     """
     targets = [name for name in lora.targets if name in EXPERTS]
     if not targets:
         return {}
+    parameters, module = _parameters(config), _experts(config)
     own = {
-        f"experts.{PARAMETERS[name]}": by_target[name]
+        f"experts.{parameters[name]}": by_target[name]
         for name in targets
         if name in by_target
     }
     return {
-        "target_parameters": sorted({f"{MODULE}.{PARAMETERS[n]}" for n in targets}),
+        "target_parameters": sorted({f"{module}.{parameters[n]}" for n in targets}),
         "rank_pattern": {name: each.rank for name, each in own.items()},
         "alpha_pattern": {name: each.alpha for name, each in own.items()},
     }
@@ -171,7 +186,7 @@ def read_expert_options(
                 rank=values["rank_pattern"][parameter],
                 alpha=float(values["alpha_pattern"][parameter]),
             )
-            for target, parameter in PARAMETERS.items()
+            for target, parameter in _parameters(config).items()
             if parameter in names
         }
     except ValueError as error:
@@ -185,15 +200,16 @@ def _adapted(
     layers = [
         path.split(".")[1]
         for path in matrices(param_specs(config))
-        if target_name(path) == "expert_gate"
+        if target_name(path) == "expert_up"
     ]
+    module, parameters = _experts(config), sorted(set(_parameters(config).values()))
 
     def meant(name: str) -> list[str]:
         return [each for each in wanted if f".{name}".endswith(f".{each}")]
 
     names, known, complete = {}, set(), True
-    for parameter in (GATE_UP, DOWN):
-        where = [f"model.layers.{layer}.{MODULE}.{parameter}" for layer in layers]
+    for parameter in parameters:
+        where = [f"model.layers.{layer}.{module}.{parameter}" for layer in layers]
         found = [each for name in where for each in meant(name)]
         known.update(found)
         if found:
@@ -201,9 +217,9 @@ def _adapted(
             complete = complete and all(map(meant, where))
     if not complete or known != set(wanted):
         raise CheckpointError(
-            f"{file}: target_parameters must name {MODULE}.{GATE_UP} or "
-            f"{MODULE}.{DOWN} of all layers with experts of this {config.model_type}; "
-            f"got {wanted}"
+            f"{file}: target_parameters must name "
+            f"{' or '.join(f'{module}.{name}' for name in parameters)} of all layers "
+            f"with experts of this {config.model_type}; got {wanted}"
         )
     return names
 

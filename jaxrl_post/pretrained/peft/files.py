@@ -41,6 +41,7 @@ from jaxrl_post.pretrained.name_map import (
     Entry,
     paths,
     present,
+    replaced_prefix,
     some,
     without_prefixes,
 )
@@ -242,9 +243,13 @@ def save_adapter(
     whole = whole_entries(config, lora.whole)
     saved = sorted({entry.name.rpartition(".")[0] for entry in whole})
     options = _options(config, lora, entries, saved, base_model)
-    options |= expert_options(lora, by_target)
+    options |= expert_options(config, lora, by_target)
     text = json.dumps(options, indent=2, sort_keys=True) + "\n"
-    named = [replace(each, name=PREFIX + each.name) for each in (*entries, *whole)]
+    modules = family_of(config.model_type).modules
+    named = [
+        replace(each, name=PREFIX + replaced_prefix(each.name, modules))
+        for each in (*entries, *whole)
+    ]
     values = paths(adapter)
     with staged(path) as staging:
         total = sum(value.nbytes for value in values.values())

@@ -35,10 +35,13 @@ CHECKPOINTS = (
     "gpt_oss",
     "granite_biases",
     "lfm2",
+    "lfm2_moe",
     "llama_biases",
     "llama_mha",
     "ministral3",
     "mixtral",
+    "nemotron_h",
+    "nemotron_h_released",
     "olmo2",
     "olmoe",
     "phi3_window",
@@ -57,11 +60,15 @@ EXPERTS_ALONE = (
     "dots1",
     "glm4_moe",
     "glm4_moe_lite",
+    "nemotron_h",
+    "nemotron_h_released",
     "qwen3_5_moe_text",
     "qwen3_next_released",
     "solar_open",
 )
 MLP = ("gate", "up", "down")
+# PEFT refuses `out_proj` in models of Mamba.
+REFUSED = ("mamba_output",)
 # These have adapters of reward models too: heads are trained in full.
 HEADS: dict[Head, tuple[str, ...]] = {
     "value": ("value_head",),
@@ -81,7 +88,9 @@ def main(fixtures: Path, saved: Path) -> None:
         left_out = MLP if checkpoint in EXPERTS_ALONE else ()
         for name, kind in KINDS.items():
             possible = adaptable(config, dora=kind.dora)
-            targets = tuple(name for name in possible if name not in left_out)
+            targets = tuple(
+                name for name in possible if name not in (*left_out, *REFUSED)
+            )
             lora = dataclasses.replace(kind, targets=targets)
             write(fixtures / checkpoint, saved / f"{checkpoint}-{name}", lora, "lm")
     for checkpoint in CLASSIFIERS:

@@ -64,7 +64,7 @@ def test_what_is_saved_again_is_what_was_read(base, folder, tmp_path):
     again_lora, again = load_adapter(tmp_path / "again", config, dtype=jnp.bfloat16)
     assert gap(adapted(params, again, config, again_lora), config, folder) < TOLERANCE
     # Parts of one matrix in the checkpoint are saved side by side, with a larger rank.
-    parts = {"phi3": 3, "lfm2": 3, "qwen3_5_text": 3, "qwen3_next": 4}
+    parts = {"phi3": 3, "lfm2": 3, "qwen3_5_text": 3, "qwen3_next": 4, "nemotron_h": 5}
     if config.model_type in parts:
         assert again_lora.rank == parts[config.model_type] * lora.rank
     elif "expert_gate" in lora.targets:

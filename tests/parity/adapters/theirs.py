@@ -114,6 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm2_biases_untied-dora": {"target_modules": CONVOLVED, "use_dora": True},
     "qwen3_5_text-delta": {"target_modules": DELTA},
     "qwen3_next_released-grouped_dora": {"target_modules": GROUPED, "use_dora": True},
+    "nemotron_h-mamba": {"target_modules": ["in_proj", "q_proj"]},
 }
 
 
