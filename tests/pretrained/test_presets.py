@@ -64,6 +64,7 @@ ROUNDED = {
     "qwen3.5-9b": "8.95",
     "qwen3.5-27b": "26.90",
     "qwen3.5-35b-a3b": "34.66",
+    "nemotron-3-nano-30b-a3b": "31.6",
 }
 
 # Values that no count of parameters shows: epsilon, rotary base, context, rotary
@@ -77,6 +78,7 @@ UNCOUNTED = {
     "qwen3.5-9b": (1e-6, 1e7, 262144, None),
     "qwen3.5-27b": (1e-6, 1e7, 262144, None),
     "qwen3.5-35b-a3b": (1e-6, 1e7, 262144, None),
+    "nemotron-3-nano-30b-a3b": (1e-5, 1e4, 262144, None),
     "llama-3.1-8b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.1-70b": (1e-5, 5e5, 131072, 8.0),
     "llama-3.2-1b": (1e-5, 5e5, 131072, 32.0),

@@ -18,6 +18,7 @@ from jaxrl_post.models import (
     GatedDelta,
     LatentAttention,
     LayerSpec,
+    Mamba2,
     MixtureOfExperts,
     RopeScaling,
     ShortConvolution,
@@ -127,6 +128,36 @@ FAMILIES = {
             expert_size=24,
             scoring="sigmoid",
             correction_bias=True,
+        ),
+    ),
+    # As Nemotron-H: layers of Mamba-2, attention and experts alone.
+    "mamba": dataclasses.replace(
+        DENSE,
+        model_type="nemotron_h",
+        num_layers=5,
+        activation="relu2",
+        recurrence=Mamba2(
+            kernel=4,
+            key_heads=8,
+            value_heads=16,
+            key_dim=6,
+            value_dim=4,
+        ),
+        experts=MixtureOfExperts(
+            num_experts=8,
+            experts_per_token=2,
+            expert_size=24,
+            scoring="sigmoid",
+            correction_bias=True,
+            shared_size=8,
+            latent_size=12,
+        ),
+        layers=(
+            LayerSpec("recurrence", None),
+            LayerSpec(None, "experts"),
+            LayerSpec("attention", None, rotated=False),
+            LayerSpec("recurrence", None),
+            LayerSpec(None, "dense"),
         ),
     ),
     # As Qwen3.5 with experts: delta nets, and gated attention between them.
@@ -296,6 +327,8 @@ def test_latents_give_what_the_form_of_training_gives(family):
         pytest.param("convolutions", tiny.BF16, marks=pytest.mark.all),
         ("delta", tiny.F32),
         pytest.param("delta", tiny.BF16, marks=pytest.mark.all),
+        pytest.param("mamba", tiny.F32, marks=pytest.mark.all),
+        pytest.param("mamba", tiny.BF16, marks=pytest.mark.all),
     ],
     ids=str,
 )
@@ -342,7 +375,7 @@ def test_everywhere(family, dtype, spec):
         "dense",
         *(
             pytest.param(family, marks=pytest.mark.all)
-            for family in ("latent", "convolutions", "delta")
+            for family in ("latent", "convolutions", "delta", "mamba")
         ),
     ],
 )

@@ -17,6 +17,7 @@ import pytest
 from jaxrl_post.models import (
     GatedDelta,
     LayerSpec,
+    Mamba2,
     ModelConfig,
     ShortConvolution,
     forward,
@@ -59,6 +60,27 @@ CONFIGS = {
         ),
         layers=(LayerSpec("recurrence"), LayerSpec("attention")),
     ),
+    # Layers without an MLP, and one with an MLP alone, as in Nemotron-H.
+    "mamba": dataclasses.replace(
+        tiny.CONFIG,
+        model_type="nemotron_h",
+        num_layers=4,
+        rms_norm_eps=0.01,
+        activation="relu2",
+        recurrence=Mamba2(
+            kernel=4,
+            key_heads=2,
+            value_heads=4,
+            key_dim=16,
+            value_dim=12,
+        ),
+        layers=(
+            LayerSpec("recurrence", None),
+            LayerSpec(None),
+            LayerSpec("attention", None, rotated=False),
+            LayerSpec("recurrence", None),
+        ),
+    ),
 }
 # Prompts of several chunks and pages; samples of several bursts.
 SIZES = EngineConfig(
@@ -96,7 +118,8 @@ class Model:
 MODELS = {name: Model(config, tiny.params(config)) for name, config in CONFIGS.items()}
 
 
-@pytest.fixture(params=MODELS)
+# What linear attention shares is tested each day with the delta rule.
+@pytest.fixture(params=daily(list(MODELS), {"convolution", "delta"}))
 def model(request):
     return MODELS[request.param]
 
