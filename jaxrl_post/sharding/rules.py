@@ -93,5 +93,11 @@ DEFAULT_RULES = Rules.of(
         "expert_embed": ("fsdp", "cp"),
         "expert_ffn": ("tp",),
         "router": (),
+        # A vision tower's projection of a patch, and its learned grid of positions.
+        "channel": (),
+        "frame": (),
+        "patch_row": (),
+        "patch_column": (),
+        "position": (),
     }
 )
