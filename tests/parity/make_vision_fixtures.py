@@ -131,8 +131,10 @@ def write_tower(folder: Path, name: str) -> None:
     output = model(torch.from_numpy(pixels), grid_thw=grids, return_dict=True)
     levels = getattr(output, "deepstack_features", None) or []
     found = [output.pooler_output, *levels]
+    # Gradients of about 1: between frameworks they differ in proportion to their size.
     factors = [
-        rng.standard_normal(tuple(each.shape)).astype(np.float32) for each in found
+        0.1 * rng.standard_normal(tuple(each.shape)).astype(np.float32)
+        for each in found
     ]
     loss = sum(
         (each * torch.from_numpy(factor)).sum()

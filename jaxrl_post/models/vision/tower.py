@@ -68,6 +68,7 @@ def tower(
     Returns:
         Embeddings in the parameters' dtype.
     """
+    pictures = jax.tree.map(jnp.asarray, pictures)
     shape = pictures.pixels.shape[:2]
     valid = jnp.arange(shape[1], dtype=jnp.int32) < pictures.counts[:, None]
     hidden = _embedded(params, config, pictures, valid, rules)
@@ -91,7 +92,7 @@ def _embedded(
     pictures: Pictures,
     valid: Array,
     rules: Rules,
-) -> Float[Array, "tokens hidden"]:
+) -> Float[Array, "flat hidden"]:
     """Projects patches, and adds the learned positions, if any."""
     dtype = params.patch.dtype
     pixels = jnp.where(valid[..., None], pictures.pixels, 0).astype(dtype)
@@ -133,10 +134,10 @@ def _layer(
     windowed: bool,
     rules: Rules,
     params: VisionLayerParams[Array],
-    hidden: Float[Array, "tokens hidden"],
+    hidden: Float[Array, "flat hidden"],
     pictures: Pictures,
     tables: tuple[Array, Array],
-) -> Float[Array, "tokens hidden"]:
+) -> Float[Array, "flat hidden"]:
     """Runs one layer: attention, then the MLP."""
 
     def add(hidden: Array, branch: Array) -> Array:
@@ -160,10 +161,10 @@ def _attention(
     windowed: bool,
     rules: Rules,
     params: VisionLayerParams[Array],
-    x: Float[Array, "tokens hidden"],
+    x: Float[Array, "flat hidden"],
     pictures: Pictures,
     tables: tuple[Array, Array],
-) -> Float[Array, "tokens hidden"]:
+) -> Float[Array, "flat hidden"]:
     shape = pictures.rows.shape
     query, key, value = (
         constrain(to_heads(x, weight, bias, shape), HEAD_AXES, rules)
@@ -187,7 +188,7 @@ def _attention(
 def _merged(
     config: VisionConfig,
     params: MergerParams[Array],
-    hidden: Float[Array, "tokens hidden"],
+    hidden: Float[Array, "flat hidden"],
     pictures: Pictures,
     rules: Rules,
 ) -> Float[Array, "pictures tokens out_hidden"]:
