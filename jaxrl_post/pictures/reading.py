@@ -1,6 +1,7 @@
 """Decodes pictures to RGB, and refuses those that a model could not have meant."""
 
 import io
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,10 @@ def read_picture(
         image = library.Image
         bombs = image.DecompressionBombError, image.DecompressionBombWarning
         if isinstance(error, bombs):
-            raise _too_large(str(error), limits, name) from None
+            # Pillow has a limit of its own; its message begins with the number.
+            number = re.search(r"[0-9]+", str(error))
+            got = f"{int(number[0]):,} pixels" if number else "many more"
+            raise _too_large(got, limits, name) from None
         if isinstance(error, library.UnidentifiedImageError):
             raise PictureError(
                 f"{name}: is no picture in a format of {', '.join(FORMATS)}; it begins "

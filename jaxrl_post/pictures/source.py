@@ -139,15 +139,19 @@ def _read(path: Path, most: int, name: str) -> bytes:
     # O_NONBLOCK: the open of a named pipe would wait for a writer. O_NOFOLLOW: the path
     # is resolved, so a link at its end has come in between.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
+    descriptor = os.open(path, flags)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise PictureError(
                 f"{name}: is no file; give the path of a file with one picture"
             )
         _check_count(status.st_size, most, name)
-        # The file may grow between the check and the read.
-        found = file.read(most + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            # The file may grow between the check and the read.
+            found = file.read(most + 1)
+    finally:
+        os.close(descriptor)
     _check_count(len(found), most, name)
     return found
 
