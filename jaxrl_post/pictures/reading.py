@@ -12,7 +12,7 @@ from jaxrl_post.extras import install
 from jaxrl_post.pictures.errors import PictureError, check_sides
 from jaxrl_post.pictures.source import bytes_of, name_of
 
-__all__ = ["Limits", "pillow", "read_picture"]
+__all__ = ["PictureLimits", "pillow", "read_picture"]
 
 # Pillow has more decoders, some of which run other programs (PostScript).
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -24,7 +24,7 @@ WHITE = (255, 255, 255, 255)
 
 
 @dataclass(frozen=True)
-class Limits:
+class PictureLimits:
     """The largest picture that is decoded; both are checked before decoding.
 
     Attributes:
@@ -36,7 +36,7 @@ class Limits:
     pixels: int = 64 * 2**20
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = PictureLimits()
 
 
 def pillow(name: str) -> Any:
@@ -59,7 +59,9 @@ def pillow(name: str) -> Any:
 
 
 def read_picture(
-    source: bytes | str, root: Path | None = None, limits: Limits = DEFAULT_LIMITS
+    source: bytes | str,
+    root: Path | None = None,
+    limits: PictureLimits = DEFAULT_LIMITS,
 ) -> np.ndarray:
     """Reads a picture as RGB, upright by its EXIF orientation.
 
@@ -113,7 +115,9 @@ def read_picture(
         ) from error
 
 
-def _decoded(library: Any, encoded: bytes, limits: Limits, name: str) -> np.ndarray:
+def _decoded(
+    library: Any, encoded: bytes, limits: PictureLimits, name: str
+) -> np.ndarray:
     with library.Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         # Opening reads the header alone.
         width, height = image.size
@@ -130,10 +134,10 @@ def _decoded(library: Any, encoded: bytes, limits: Limits, name: str) -> np.ndar
         return _rgb(library, _upright(library, image), name)
 
 
-def _too_large(got: str, limits: Limits, name: str) -> PictureError:
+def _too_large(got: str, limits: PictureLimits, name: str) -> PictureError:
     return PictureError(
         f"{name}: must have at most {limits.pixels:,} pixels; got {got}; make it "
-        "smaller, or raise Limits.pixels"
+        "smaller, or raise PictureLimits.pixels"
     )
 
 

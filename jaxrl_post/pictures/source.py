@@ -67,7 +67,7 @@ def _check_count(count: int, most: int, name: str) -> None:
     if count > most:
         raise PictureError(
             f"{name}: must have at most {most:,} bytes; got {count:,}; store it "
-            "smaller, or raise Limits.bytes"
+            "smaller, or raise PictureLimits.bytes"
         )
 
 

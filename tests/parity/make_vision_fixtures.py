@@ -80,7 +80,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
 
 
 def main(directory: Path) -> None:
-    """Writes the fixtures, replacing those of the same names."""
+    """Writes the fixtures, in place of files with the same names."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     for name in TOWERS:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_post.models.rope import apply_rope
 from jaxrl_post.models.vision import (
-    Span,
+    PictureSpan,
     arrange,
     mrope_axes,
     mrope_positions,
@@ -144,7 +144,7 @@ def test_positions_and_rotations_equal_those_of_transformers(kind, vision_fixtur
         spans, place = [], 0
         for rows, columns in case[f"grids.{row}"].tolist():
             start = place + int(np.argmax(types[place:]))
-            spans.append(Span(start, (rows, columns)))
+            spans.append(PictureSpan(start, (rows, columns)))
             place = start + rows * columns // 4
         found = mrope_positions(len(types), spans, merge=2)
         assert np.array_equal(found, expected)

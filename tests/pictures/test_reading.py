@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxrl_post.pictures import Limits, PictureError, read_picture
+from jaxrl_post.pictures import PictureError, PictureLimits, read_picture
 from tests.pictures.files import colours, encoded, frames, png
 
 PICTURE = colours()
@@ -155,18 +155,20 @@ def test_a_photo_with_another_view_of_it_is_read():
 def test_large_pictures_are_refused_before_they_are_decoded(size):
     """Their files have no pixels at all; Pillow has limits at 90 and 180 million."""
     bomb = png(*size, 8, 2, b"")
-    with pytest.raises(PictureError, match=r"at most 67,108,864 pixels.*Limits.pixels"):
+    with pytest.raises(
+        PictureError, match=r"at most 67,108,864 pixels.*PictureLimits.pixels"
+    ):
         read_picture(bomb)
 
 
 def test_limits_count_bytes_and_pixels(root):
-    limits = Limits(bytes=len(FILE), pixels=54)
+    limits = PictureLimits(bytes=len(FILE), pixels=54)
     sources = [FILE, f"data:image/png;base64,{DATA}", "deep/a b.png"]
     for source in sources:
         assert read_picture(source, root, limits).shape == (6, 9, 3)
         with pytest.raises(PictureError, match=r"at most 53 pixels; got 9 x 6"):
-            read_picture(source, root, Limits(pixels=53))
-        fewer = Limits(bytes=len(FILE) - 1)
+            read_picture(source, root, PictureLimits(pixels=53))
+        fewer = PictureLimits(bytes=len(FILE) - 1)
         with pytest.raises(PictureError, match=f"must have at most {len(FILE) - 1} by"):
             read_picture(source, root, fewer)
 
@@ -240,7 +242,7 @@ def test_damaged_files_are_read_or_refused(kind, changes, end):
         data[place % len(data)] = value
     try:
         found = read_picture(
-            bytes(data[: end % len(data) + 1]), limits=Limits(9999, 9999)
+            bytes(data[: end % len(data) + 1]), limits=PictureLimits(9999, 9999)
         )
     except PictureError:
         return

@@ -9,12 +9,12 @@ tokens of a row their positions in time, row and column.
 from jaxrl_post.models.vision.config import VisionConfig
 from jaxrl_post.models.vision.params import VisionParams, vision_specs
 from jaxrl_post.models.vision.pictures import Pictures, arrange, bucket
-from jaxrl_post.models.vision.positions import Span, mrope_axes, mrope_positions
+from jaxrl_post.models.vision.positions import PictureSpan, mrope_axes, mrope_positions
 from jaxrl_post.models.vision.tower import VisionOutput, tower
 
 __all__ = [
+    "PictureSpan",
     "Pictures",
-    "Span",
     "VisionConfig",
     "VisionOutput",
     "VisionParams",

@@ -58,9 +58,8 @@ def window_attention(
 ) -> Float[Array, "pictures patches heads head_dim"]:
     """Attention among the patches of a window.
 
-    The patches of a window follow one another. So those of a block of `size` patches
-    have their windows inside of this block and its two neighbours, and no other key is
-    looked at.
+    The patches of a window follow one another. So a block of `size` patches needs the
+    keys of this block and of its two neighbours alone.
 
     Args:
         query: rotated queries, any float dtype.

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Span", "mrope_axes", "mrope_positions"]
+__all__ = ["PictureSpan", "mrope_axes", "mrope_positions"]
 
 
-class Span(NamedTuple):
+class PictureSpan(NamedTuple):
     """The tokens of one picture in a row.
 
     Attributes:
@@ -20,7 +20,9 @@ class Span(NamedTuple):
     grid: tuple[int, int]
 
 
-def mrope_positions(length: int, spans: Sequence[Span], merge: int) -> np.ndarray:
+def mrope_positions(
+    length: int, spans: Sequence[PictureSpan], merge: int
+) -> np.ndarray:
     """Computes the positions of the tokens of one sequence.
 
     A token of text has one position on all three axes, one more than the token before.
@@ -46,7 +48,7 @@ def mrope_positions(length: int, spans: Sequence[Span], merge: int) -> np.ndarra
     References:
         Wang et al., Qwen2-VL, arXiv:2409.12191 (M-RoPE).
 
-    >>> mrope_positions(7, [Span(1, (4, 4))], 2).tolist()
+    >>> mrope_positions(7, [PictureSpan(1, (4, 4))], 2).tolist()
     [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
     """
     found = np.empty((3, length), np.int32)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_post.models.vision import Span, mrope_axes, mrope_positions
+from jaxrl_post.models.vision import PictureSpan, mrope_axes, mrope_positions
 
 
 def test_text_alone_has_its_places():
@@ -13,12 +13,12 @@ def test_text_alone_has_its_places():
 
 def test_pictures_side_by_side_are_two_pictures():
     """transformers takes them for one, and fails; our spans say where one ends."""
-    found = mrope_positions(5, [Span(0, (2, 4)), Span(2, (4, 2))], 2)
+    found = mrope_positions(5, [PictureSpan(0, (2, 4)), PictureSpan(2, (4, 2))], 2)
     assert found.tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 3, 4], [0, 1, 2, 2, 4]]
 
 
 def test_a_prefix_has_the_positions_of_the_whole():
-    spans = [Span(2, (4, 6)), Span(10, (2, 2))]
+    spans = [PictureSpan(2, (4, 6)), PictureSpan(10, (2, 2))]
     whole = mrope_positions(14, spans, 2)
     for length, known in ((2, []), (8, spans[:1]), (10, spans[:1]), (12, spans)):
         assert np.array_equal(mrope_positions(length, known, 2), whole[:, :length])
@@ -27,10 +27,10 @@ def test_a_prefix_has_the_positions_of_the_whole():
 @pytest.mark.parametrize(
     "spans",
     [
-        [Span(0, (4, 4)), Span(3, (2, 2))],
-        [Span(2, (2, 2)), Span(0, (2, 2))],
-        [Span(7, (4, 4))],
-        [Span(-1, (2, 2))],
+        [PictureSpan(0, (4, 4)), PictureSpan(3, (2, 2))],
+        [PictureSpan(2, (2, 2)), PictureSpan(0, (2, 2))],
+        [PictureSpan(7, (4, 4))],
+        [PictureSpan(-1, (2, 2))],
     ],
 )
 def test_spans_that_overlap_or_leave_the_row_are_refused(spans):
