@@ -7,6 +7,12 @@ worker processes of environments can use it.
 
 from jaxrl_post.pictures.errors import PictureError
 from jaxrl_post.pictures.processor import PictureProcessor
-from jaxrl_post.pictures.reading import PictureLimits, read_picture
+from jaxrl_post.pictures.reading import PictureLimits, picture_size, read_picture
 
-__all__ = ["PictureError", "PictureLimits", "PictureProcessor", "read_picture"]
+__all__ = [
+    "PictureError",
+    "PictureLimits",
+    "PictureProcessor",
+    "picture_size",
+    "read_picture",
+]

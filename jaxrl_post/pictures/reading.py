@@ -2,6 +2,8 @@
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from jaxrl_post.extras import install
 from jaxrl_post.pictures.errors import PictureError, check_sides
 from jaxrl_post.pictures.source import bytes_of, name_of
 
-__all__ = ["PictureLimits", "pillow", "read_picture"]
+__all__ = ["PictureLimits", "picture_size", "pillow", "read_picture"]
 
 # Pillow has more decoders, some of which run other programs (PostScript).
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -20,6 +22,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 # Modes whose range of values a file does not tell.
 UNSCALED = ("I", "F")
+# The EXIF tag of the orientation, and its values for a picture on its side.
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 WHITE = (255, 255, 255, 255)
 
 
@@ -88,11 +92,63 @@ def read_picture(
     >>> read_picture(red).tolist()
     [[[255, 0, 0]], [[255, 0, 0]]]
     """
+    with _opened(source, root, limits) as (library, image):
+        image.load()
+        return _rgb(library, _upright(library, image), name_of(source))
+
+
+def picture_size(
+    source: bytes | str,
+    root: Path | None = None,
+    limits: PictureLimits = DEFAULT_LIMITS,
+) -> tuple[int, int]:
+    """Returns (height, width) of an upright picture, from its header alone.
+
+    With `PictureProcessor.grid` it tells the number of tokens before a picture is
+    decoded. A TIFF is decoded.
+
+    Args:
+        source: as in `read_picture`.
+        root: as there.
+        limits: as there.
+
+    Raises:
+        PictureError: as `read_picture`, except that pixels are not looked at.
+        ModuleNotFoundError: Pillow is not installed.
+
+    >>> picture_size(b"P6 1 2 255 ")
+    (2, 1)
+    """
+    with _opened(source, root, limits) as (library, image):
+        if image.format == "TIFF":
+            # Pillow itself turns it, in some versions before it is decoded.
+            image.load()
+            image = _upright(library, image)
+        width, height = image.size
+        try:
+            turned = image.getexif().get(ORIENTATION, 1) in SIDEWAYS
+        # As in `_upright`.
+        except Exception:
+            turned = False
+        return (width, height) if turned else (height, width)
+
+
+@contextmanager
+def _opened(
+    source: bytes | str, root: Path | None, limits: PictureLimits
+) -> Iterator[tuple[Any, Any]]:
+    """Opens a picture that may be decoded: Pillow, and its image.
+
+    Errors of decoders, here and where the image is used, become PictureErrors.
+    """
     name = name_of(source)
     encoded = bytes_of(source, root, limits.bytes)
     library = pillow(name)
     try:
-        return _decoded(library, encoded, limits, name)
+        with library.Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+            # Opening reads the header alone.
+            _check(image, limits, name)
+            yield library, image
     except PictureError:
         raise
     # Decoders of damaged files raise errors of many types.
@@ -115,23 +171,17 @@ def read_picture(
         ) from error
 
 
-def _decoded(
-    library: Any, encoded: bytes, limits: PictureLimits, name: str
-) -> np.ndarray:
-    with library.Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-        # Opening reads the header alone.
-        width, height = image.size
-        check_sides(height, width, name)
-        if width * height > limits.pixels:
-            raise _too_large(f"{width} x {height} pixels", limits, name)
-        # A JPEG of several pictures (MPO) has the photo first, and views of it after.
-        if image.format != "MPO" and getattr(image, "is_animated", False):
-            raise PictureError(
-                f"{name}: must be one picture; got {image.format} with "
-                f"{image.n_frames} frames; give one frame as a picture of its own"
-            )
-        image.load()
-        return _rgb(library, _upright(library, image), name)
+def _check(image: Any, limits: PictureLimits, name: str) -> None:
+    width, height = image.size
+    check_sides(height, width, name)
+    if width * height > limits.pixels:
+        raise _too_large(f"{width} x {height} pixels", limits, name)
+    # A JPEG of several pictures (MPO) has the photo first, and views of it after.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        raise PictureError(
+            f"{name}: must be one picture; got {image.format} with "
+            f"{image.n_frames} frames; give one frame as a picture of its own"
+        )
 
 
 def _too_large(got: str, limits: PictureLimits, name: str) -> PictureError:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxrl_post.pictures import PictureError, PictureLimits, read_picture
+from jaxrl_post.pictures import PictureError, PictureLimits, picture_size, read_picture
 from tests.pictures.files import colours, encoded, frames, png
 
 PICTURE = colours()
@@ -50,6 +50,7 @@ def test_every_source_gives_the_same_pixels(source, root):
     assert found.flags.c_contiguous
     assert found.flags.writeable
     assert np.array_equal(found, PICTURE)
+    assert picture_size(source, root) == (6, 9)
 
 
 def test_the_folder_itself_may_be_a_link(root, tmp_path):
@@ -208,6 +209,30 @@ def test_damaged_exif_data_do_not_turn_a_picture():
     plain = encoded(PICTURE, "JPEG")
     damaged = encoded(PICTURE, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff garbage")
     assert np.array_equal(read_picture(damaged), read_picture(plain))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_sizes_are_those_of_the_upright_picture(kind, orientation):
+    exif = Image.Exif()
+    exif[274] = orientation
+    turned = encoded(PICTURE, kind, exif=exif)
+    size = picture_size(turned)
+    assert size == ((9, 6) if orientation in (5, 6, 7, 8) else (6, 9))
+    assert size == read_picture(turned).shape[:2]
+
+
+def test_a_size_needs_no_pixels():
+    whole = encoded(colours(40, 50))
+    assert picture_size(whole[:60]) == (40, 50)
+    for bad in (
+        b"hello",
+        frames("GIF"),
+        png(9000, 9000, 8, 2, b""),
+        encoded(colours(1, 200)),
+    ):
+        with pytest.raises(PictureError):
+            picture_size(bad)
 
 
 def test_transparency_is_blended_with_white():
