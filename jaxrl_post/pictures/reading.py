@@ -33,7 +33,7 @@ class PictureLimits:
 
     Attributes:
         bytes: of the file.
-        pixels: width times height. Decoded, a pixel takes up to 8 bytes.
+        pixels: width times height. A pixel takes up to 20 bytes while it is converted.
     """
 
     bytes: int = 32 * 2**20

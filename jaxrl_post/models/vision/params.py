@@ -143,9 +143,9 @@ def _norm(config: VisionConfig, width: int) -> VisionNormParams[ParamSpec]:
 
 def _layer(config: VisionConfig) -> VisionLayerParams[ParamSpec]:
     hidden, ffn = config.hidden_size, config.intermediate_size
-    heads, axes = (config.num_heads, config.head_dim), ("heads", "head_dim")
+    heads, axes = (config.num_heads, config.head_dim), ("tower_heads", "head_dim")
     into = matrix((hidden, *heads), ("embed", *axes))
-    up = matrix((hidden, ffn), ("embed", "ffn"))
+    up = matrix((hidden, ffn), ("embed", "tower_ffn"))
     return VisionLayerParams(
         attention_norm=_norm(config, hidden),
         query=into,
@@ -158,11 +158,11 @@ def _layer(config: VisionConfig) -> VisionLayerParams[ParamSpec]:
         output_bias=_bias(hidden),
         mlp_norm=_norm(config, hidden),
         up=up,
-        down=matrix((ffn, hidden), ("ffn", "embed")),
-        up_bias=_bias(ffn, "ffn"),
+        down=matrix((ffn, hidden), ("tower_ffn", "embed")),
+        up_bias=_bias(ffn, "tower_ffn"),
         down_bias=_bias(hidden),
         gate=up if config.gated else None,
-        gate_bias=_bias(ffn, "ffn") if config.gated else None,
+        gate_bias=_bias(ffn, "tower_ffn") if config.gated else None,
     )
 
 
@@ -170,8 +170,8 @@ def _merger(config: VisionConfig, normed: int) -> MergerParams[ParamSpec]:
     merged, out = config.merged_size, config.out_hidden_size
     return MergerParams(
         norm=_norm(config, normed),
-        up=matrix((merged, merged), ("embed", "ffn")),
-        up_bias=_bias(merged, "ffn"),
-        down=matrix((merged, out), ("ffn", "embed")),
+        up=matrix((merged, merged), ("embed", "tower_ffn")),
+        up_bias=_bias(merged, "tower_ffn"),
+        down=matrix((merged, out), ("tower_ffn", "embed")),
         down_bias=_bias(out),
     )

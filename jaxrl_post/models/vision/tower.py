@@ -27,7 +27,7 @@ __all__ = ["VisionOutput", "VisionRemat", "tower"]
 # Activations of a layer that are kept for the backward pass: all, or its input alone.
 VisionRemat = Literal["none", "full"]
 
-HEAD_AXES = ("batch", "length", "heads", "head_dim")
+HEAD_AXES = ("batch", "length", "tower_heads", "head_dim")
 
 
 @struct.dataclass
@@ -152,7 +152,7 @@ def _layer(
         inner = _activation(config, inner)
     else:
         inner = inner * _activation(config, project(x, params.gate, params.gate_bias))
-    inner = constrain(inner, ("batch", "ffn"), rules)
+    inner = constrain(inner, ("batch", "tower_ffn"), rules)
     return add(hidden, project(inner, params.down, params.down_bias))
 
 
@@ -200,7 +200,9 @@ def _merged(
         joined = hidden.reshape(-1, config.merged_size)
         joined = _norm(config, params.norm, joined)
     inner = project(joined, params.up, params.up_bias)
-    inner = constrain(jax.nn.gelu(inner, approximate=False), ("batch", "ffn"), rules)
+    inner = constrain(
+        jax.nn.gelu(inner, approximate=False), ("batch", "tower_ffn"), rules
+    )
     found = project(inner, params.down, params.down_bias)
     found = found.reshape(pictures.pixels.shape[0], -1, config.out_hidden_size)
     if pictures.order is not None:

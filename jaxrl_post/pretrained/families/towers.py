@@ -69,8 +69,8 @@ def _normed(path: str, name: str) -> dict[str, Weight]:
 def _merger(path: str, norm: str, up: str, down: str) -> dict[str, Weight]:
     return {
         **_normed(f"{path}.norm", norm),
-        **_linear(f"{path}.up", up, "ffn", "embed", "ffn"),
-        **_linear(f"{path}.down", down, "embed", "ffn", "norm"),
+        **_linear(f"{path}.up", up, "tower_ffn", "embed", "tower_ffn"),
+        **_linear(f"{path}.down", down, "embed", "tower_ffn", "norm"),
     }
 
 
@@ -80,17 +80,23 @@ SHARED: Mapping[str, Weight] = {
         "patch_embed.proj.weight", "embed channel frame patch_row patch_column"
     ),
     **_normed("layers.*.attention_norm", f"{BLOCKS}.norm1"),
-    **_joined(f"{BLOCKS}.attn.qkv.weight", "", "(heads head_dim) embed"),
-    **_joined(f"{BLOCKS}.attn.qkv.bias", "_bias", "(heads head_dim)"),
-    "layers.*.output": _stored(f"{BLOCKS}.attn.proj.weight", "embed (heads head_dim)"),
+    **_joined(f"{BLOCKS}.attn.qkv.weight", "", "(tower_heads head_dim) embed"),
+    **_joined(f"{BLOCKS}.attn.qkv.bias", "_bias", "(tower_heads head_dim)"),
+    "layers.*.output": _stored(
+        f"{BLOCKS}.attn.proj.weight", "embed (tower_heads head_dim)"
+    ),
     "layers.*.output_bias": _stored(f"{BLOCKS}.attn.proj.bias", "norm"),
     **_normed("layers.*.mlp_norm", f"{BLOCKS}.norm2"),
 }
 QWEN2_5_TOWER: Mapping[str, Weight] = {
     **SHARED,
-    **_linear("layers.*.gate", f"{BLOCKS}.mlp.gate_proj", "ffn", "embed", "ffn"),
-    **_linear("layers.*.up", f"{BLOCKS}.mlp.up_proj", "ffn", "embed", "ffn"),
-    **_linear("layers.*.down", f"{BLOCKS}.mlp.down_proj", "embed", "ffn", "norm"),
+    **_linear(
+        "layers.*.gate", f"{BLOCKS}.mlp.gate_proj", "tower_ffn", "embed", "tower_ffn"
+    ),
+    **_linear(
+        "layers.*.up", f"{BLOCKS}.mlp.up_proj", "tower_ffn", "embed", "tower_ffn"
+    ),
+    **_linear("layers.*.down", f"{BLOCKS}.mlp.down_proj", "embed", "tower_ffn", "norm"),
     **_merger("merger", "merger.ln_q", "merger.mlp.0", "merger.mlp.2"),
 }
 LEVEL = "deepstack_merger_list.*"
@@ -98,8 +104,12 @@ QWEN3_TOWER: Mapping[str, Weight] = {
     **SHARED,
     "patch_bias": _stored("patch_embed.proj.bias", "norm"),
     "positions": _stored("pos_embed.weight", "position embed"),
-    **_linear("layers.*.up", f"{BLOCKS}.mlp.linear_fc1", "ffn", "embed", "ffn"),
-    **_linear("layers.*.down", f"{BLOCKS}.mlp.linear_fc2", "embed", "ffn", "norm"),
+    **_linear(
+        "layers.*.up", f"{BLOCKS}.mlp.linear_fc1", "tower_ffn", "embed", "tower_ffn"
+    ),
+    **_linear(
+        "layers.*.down", f"{BLOCKS}.mlp.linear_fc2", "embed", "tower_ffn", "norm"
+    ),
     **_merger("merger", "merger.norm", "merger.linear_fc1", "merger.linear_fc2"),
     **_merger(
         "levels.*", f"{LEVEL}.norm", f"{LEVEL}.linear_fc1", f"{LEVEL}.linear_fc2"
