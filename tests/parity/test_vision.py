@@ -173,7 +173,7 @@ def test_angles_by_axis_rotate_as_the_decoder_rotates():
     assert np.array_equal(*turned)
 
 
-# Pillow 13, with which the fixtures were made, resizes these along columns first.
+# Pillow 13 resizes these along columns first, older versions along rows as all others.
 COLUMNS_FIRST = {(100, 3), (65, 43)}
 
 
@@ -192,7 +192,7 @@ def test_patches_equal_those_of_transformers(name, vision_fixtures):
         assert found.dtype == np.float32
         assert found.shape == (grid[0] * grid[1], processor.width)
         same = np.array_equal(found, case[f"patches.{index}"])
-        assert same == (size not in COLUMNS_FIRST), size
+        assert same or size in COLUMNS_FIRST
         # The torchvision processor rounds a few values to the next level of 255.
         off = np.abs(found - case[f"torchvision.{index}"])
         assert off.max() < 1.01 * level
