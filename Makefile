@@ -1,7 +1,7 @@
 # `make demo` and `make test` need a Python >= 3.12 and nothing else: both make .venv.
 # ARGS adds options, as in: make demo ARGS="--steps 20", make test ARGS=tests/losses.
 
-EXTRAS := math,envs,schema,parquet,hub,gguf,ray,serve,tools,openenv,notebooks,docs,dev
+EXTRAS := math,envs,schema,parquet,hub,gguf,pictures,ray,serve,tools,openenv,notebooks,docs,dev
 CHECKS := check-format check-lint check-types check-layers check-docs
 
 # Tests start some hundred processes: each would compile what it imports, JAX too.

@@ -3,14 +3,15 @@
 # model, SmolLM2-135M-Instruct, is compared with TRL too: losses and their gradients.
 #
 # torch needs an environment of its own. PARITY_PYTHON is a Python with torch,
-# transformers, peft and trl; without it, build/parity is made, which downloads a few
-# gigabytes. PARITY_MODEL is a directory of the real model; without it, it is the one that
+# torchvision, transformers, peft, trl and pillow; without it, build/parity is made, which
+# downloads a few gigabytes. PARITY_MODEL is a directory of the real model; without it, it is the one that
 # `make smollm2` makes, which is also compared with the GGUF file that it comes from.
 set -eu
 cd "$(dirname "$0")/.."
 
 theirs=${PARITY_PYTHON:-build/parity/bin/python}
-packages="torch>=2.6 transformers>=5 peft>=0.19.1 trl>=1.10 gguf safetensors numpy"
+packages="torch>=2.6 torchvision transformers>=5 peft>=0.19.1 trl>=1.10 gguf safetensors
+ numpy pillow"
 if [ -z "${PARITY_PYTHON:-}" ] &&
     [ "$(cat build/parity/complete 2>/dev/null)" != "$packages" ]; then
     rm -rf build/parity
@@ -24,10 +25,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$theirs" tests/parity/make_fixtures.py "$work/fixtures"
 "$theirs" tests/parity/make_chat_fixtures.py "$work/fixtures"
+"$theirs" tests/parity/make_vision_fixtures.py "$work/vision"
 "$theirs" tests/parity/adapters/theirs.py write "$work/fixtures" "$work/adapters"
 "$theirs" tests/parity/classifiers/theirs.py write \
     "$work/fixtures" "$work/classifiers"
-.venv/bin/python -m pytest tests/parity --parity-fixtures "$work/fixtures"
+.venv/bin/python -m pytest tests/parity --parity-fixtures "$work/fixtures" \
+    --vision-fixtures "$work/vision"
 .venv/bin/python tests/parity/save_ours.py "$work/fixtures" "$work/saved"
 "$theirs" tests/parity/check_saved.py "$work/fixtures" "$work/saved"
 .venv/bin/python tests/parity/adapters/save_ours.py \

@@ -187,10 +187,13 @@ def some(names: Collection[str]) -> str:
 
 
 def _weight(weights: Mapping[str, Weight], path: str) -> tuple[Weight, str]:
-    """Returns the weight of a parameter and its layer's number ("" for no layer)."""
-    head, *rest = path.split(".")
-    layer = rest[0] if head == "layers" else ""
-    pattern = ".".join(["layers.*", *rest[1:]]) if layer else path
+    """Returns the weight of a parameter and its layer's number ("" for no layer).
+
+    A vision tower has numbered mergers, too.
+    """
+    number = re.search(r"(?<=\.)[0-9]+(?=\.)", path)
+    layer = number[0] if number else ""
+    pattern = f"{path[: number.start()]}*{path[number.end() :]}" if number else path
     if pattern not in weights:
         raise ValueError(f"weights: no entry for the parameter {pattern}")
     return weights[pattern], layer

@@ -24,9 +24,10 @@ __all__ = [
 ]
 
 # Axes that are replicated, not refused, if the mesh does not divide them. A
-# vocabulary's size is a detail of a tokenizer, and key/value heads may be fewer than a
-# node's devices; every operation over them works split or whole.
-REPLICATE_WHEN_UNEVEN = ("vocab", "kv_heads")
+# vocabulary's size is a detail of a tokenizer, key/value heads may be fewer than a
+# node's devices, and a vision tower is small (Qwen2.5-VL's MLP is 3420 wide, which 8
+# does not divide); every operation over them works split or whole.
+REPLICATE_WHEN_UNEVEN = ("vocab", "kv_heads", "tower_heads", "tower_ffn")
 
 
 def partition_spec(

@@ -93,5 +93,13 @@ DEFAULT_RULES = Rules.of(
         "expert_embed": ("fsdp", "cp"),
         "expert_ffn": ("tp",),
         "router": (),
+        # A vision tower: its layers, its projection of a patch, its grid of positions.
+        "tower_heads": ("tp",),
+        "tower_ffn": ("tp",),
+        "channel": (),
+        "frame": (),
+        "patch_row": (),
+        "patch_column": (),
+        "position": (),
     }
 )

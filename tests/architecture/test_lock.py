@@ -22,6 +22,7 @@ LOCKED_EXTRAS = (
     "parquet",
     "hub",
     "gguf",
+    "pictures",
     "ray",
     "serve",
     "tools",

@@ -9,6 +9,7 @@ from tests.mutations.protocol_faults import PROTOCOLS
 from tests.mutations.sampler_faults import SAMPLER
 from tests.mutations.serve_faults import SERVE
 from tests.mutations.tool_faults import TOOLS
+from tests.mutations.vision_faults import VISION
 
 __all__ = ["FAULTS"]
 
@@ -616,6 +617,7 @@ FAULTS = [
     *SAMPLER,
     *SERVE,
     *TOOLS,
+    *VISION,
     *JUDGES,
     *ENVIRONMENTS,
     *PROTOCOLS,

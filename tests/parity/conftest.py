@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 collect_ignore = [
     "make_fixtures.py",
     "make_chat_fixtures.py",
+    "make_vision_fixtures.py",
     "check_saved.py",
     "check_trained.py",
     "fuzz_theirs.py",
@@ -27,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="directory that tests/parity/make_fixtures.py wrote",
     )
     parser.addoption(
+        "--vision-fixtures",
+        type=Path,
+        help="directory that tests/parity/make_vision_fixtures.py wrote",
+    )
+    parser.addoption(
         "--parity-model", type=Path, help="directory of SmolLM2-135M-Instruct"
     )
     parser.addoption(
@@ -34,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="directory that tests/parity/smollm2/theirs.py wrote of it",
     )
+
+
+@pytest.fixture(scope="session")
+def vision_fixtures(request: pytest.FixtureRequest) -> Path:
+    given = request.config.getoption("--vision-fixtures", default=None)
+    return given or HERE / "vision_fixtures"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,0 +1,119 @@
+"""Positions of tokens in time, row and column (multimodal rotary embedding)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["PictureSpan", "mrope_axes", "mrope_positions"]
+
+
+class PictureSpan(NamedTuple):
+    """The tokens of one picture in a row.
+
+    Attributes:
+        start: place of its first token.
+        grid: rows and columns of its patches.
+    """
+
+    start: int
+    grid: tuple[int, int]
+
+
+def mrope_positions(
+    length: int, spans: Sequence[PictureSpan], merge: int
+) -> np.ndarray:
+    """Computes the positions of the tokens of one sequence.
+
+    A token of text has one position on all three axes, one more than the token before.
+    All tokens of a picture have the position of its start in time, and their row and
+    column are counted from it. The token after a picture has the start plus the larger
+    side of the picture, in tokens.
+
+    Positions are the same for Qwen2.5-VL, Qwen3-VL and Qwen3.5; which axis rotates
+    which dims differs (`mrope_axes`). The position of the token that follows the
+    sequence is the largest one plus 1.
+
+    Args:
+        length: tokens of the sequence.
+        spans: of the pictures, in order.
+        merge: side of the block of patches that is one token.
+
+    Returns:
+        int32 [3, length]: time, row, column.
+
+    Raises:
+        ValueError: a picture's span overlaps another one, or ends after the row.
+
+    References:
+        Wang et al., Qwen2-VL, arXiv:2409.12191 (M-RoPE).
+
+    >>> mrope_positions(7, [PictureSpan(1, (4, 4))], 2).tolist()
+    [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
+    """
+    found = np.empty((3, length), np.int32)
+    place = position = 0
+
+    def text(until: int) -> None:
+        nonlocal place, position
+        found[:, place:until] = np.arange(position, position + until - place)
+        position += until - place
+        place = until
+
+    for start, grid in spans:
+        rows, columns = (side // merge for side in grid)
+        end = start + rows * columns
+        if start < place or end > length:
+            raise ValueError(
+                f"spans: the {rows} x {columns} tokens of the picture at {start} must "
+                f"lie between {place} and {length}; they end at {end}"
+            )
+        text(start)
+        found[0, start:end] = position
+        found[1, start:end] = position + np.repeat(np.arange(rows), columns)
+        found[2, start:end] = position + np.tile(np.arange(columns), rows)
+        place, position = end, position + max(rows, columns)
+    text(length)
+    return found
+
+
+def mrope_axes(sections: Sequence[int], *, interleaved: bool) -> np.ndarray:
+    """Returns which axis gives each frequency of the rotary embedding its position.
+
+    With `axes` of this function a token's angle i is `positions[axes[i]] *
+    frequency[i]`.
+
+    Args:
+        sections: frequencies of time, row and column (`mrope_section`); they sum to
+            half of the rotated dims.
+        interleaved: whether row and column take turns with time (Qwen3-VL, Qwen3.5),
+            or follow it (Qwen2.5-VL).
+
+    Returns:
+        int32 [half]: 0 time, 1 row, 2 column.
+
+    Raises:
+        ValueError: there are not three sections, or they do not fit.
+
+    >>> mrope_axes([2, 1, 1], interleaved=False).tolist()
+    [0, 0, 1, 2]
+    >>> mrope_axes([4, 2, 2], interleaved=True).tolist()
+    [0, 1, 2, 0, 1, 2, 0, 0]
+    """
+    if len(sections) != 3 or min(sections) < 0:
+        raise ValueError(
+            f"sections must be three counts: time, row, column; got {list(sections)}"
+        )
+    if not interleaved:
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
+    half = sum(sections)
+    axes = np.zeros(half, np.int32)
+    for axis in (1, 2):
+        # The i-th frequency of an axis is at 3 i + axis.
+        if 3 * (sections[axis] - 1) + axis >= half and sections[axis]:
+            raise ValueError(
+                f"sections: {list(sections)} cannot be interleaved, since row and "
+                "column must have at most a third of the frequencies"
+            )
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
