@@ -92,7 +92,7 @@ class PictureProcessor:
     def from_file(cls, path: str | os.PathLike[str]) -> "PictureProcessor":
         """Reads preprocessor_config.json, or the processor_config.json around it.
 
-        PictureLimits are `min_pixels` and `max_pixels`, as older files have them, or
+        The limits are `min_pixels` and `max_pixels`, as older files have them, or
         `shortest_edge` and `longest_edge` in `size`, which are areas too.
 
         Args:
