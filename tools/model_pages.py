@@ -11,9 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxrl_post.models import GatedDelta, ModelConfig, ShortConvolution
+from jaxrl_post.models import GatedDelta, Mamba2, ModelConfig, ShortConvolution
 from jaxrl_post.models.adapters.lora import adaptable
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.models.recurrences import LinearAttention
 from jaxrl_post.pretrained.families import FAMILIES, family_of, read_config
 from jaxrl_post.pretrained.peft.bases import module_names
 from jaxrl_post.pretrained.presets import PRESETS

@@ -220,7 +220,7 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The parts of one layer, which may differ from those of other layers.
+    """The parts of one layer.
 
     Attributes:
         mixer: the part that combines tokens: attention; the recurrence of the config;

@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-# Elsewhere such an activation would be that of a gate.
+# Families with a gate would apply such an activation to the gate.
 UNGATED: dict[str, Activation] = {"relu2": "relu2"}
 ACTIVATION_NAMES = {
     "silu": "silu",

@@ -118,7 +118,7 @@ class Model:
 MODELS = {name: Model(config, tiny.params(config)) for name, config in CONFIGS.items()}
 
 
-# What linear attention shares is tested each day with the delta rule.
+# Delta nets stand for Mamba-2 each day: they share all but two functions.
 @pytest.fixture(params=daily(list(MODELS), {"convolution", "delta"}))
 def model(request):
     return MODELS[request.param]
