@@ -94,11 +94,12 @@ def _inputs(options: Options) -> LinearInputs:
 
 
 def _scan(inputs: LinearInputs) -> jax.Array:
-    tokens = [each.swapaxes(0, 1) for each in inputs.by_head()]
+    tokens = jax.tree.map(lambda each: each.swapaxes(0, 1), inputs.by_head())
     heads, dim = inputs.value.shape[2:]
 
-    def step(state: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, token: LinearInputs) -> tuple[jax.Array, jax.Array]:
         query, key, value, decay, beta = token
+        assert beta is not None
         state = jnp.exp(decay)[..., None, None] * state
         known = (state * key[..., None]).sum(axis=2)
         change = beta[..., None] * (value - known)
