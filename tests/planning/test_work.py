@@ -10,7 +10,7 @@ from jaxrl_post import models
 from jaxrl_post.algorithms import grpo
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.learner import step as pure
-from jaxrl_post.models import ModelConfig
+from jaxrl_post.models import GatedDelta, LayerSpec, Mamba2, ModelConfig
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.programs.planning.chips import Work
@@ -30,6 +30,13 @@ LATENT = ModelConfig(
 EXPERTS = ModelConfig(
     "qwen3_moe", 512, 128, 256, 2, num_heads=8, num_kv_heads=4,
     experts=MixtureOfExperts(16, 2, expert_size=32, shared_size=64),
+)  # fmt: skip
+
+
+MAMBA = ModelConfig(
+    "nemotron_h", 512, 128, 256, 2, num_heads=8, num_kv_heads=4, activation="relu2",
+    recurrence=Mamba2(4, key_heads=2, value_heads=8, key_dim=32, value_dim=16),
+    layers=(LayerSpec("recurrence", None), LayerSpec("attention")),
 )  # fmt: skip
 
 
@@ -129,6 +136,26 @@ def test_attention_costs_four_flops_per_head_dimension_and_key():
     with_keys, without = decoded(model, 8, 100), decoded(model, 8)
     # Two products, each of two FLOPs: 8 slots, 8 heads of 16 dims, 2 layers.
     assert with_keys.flops - without.flops == 8 * 100 * 4 * 8 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "products"),
+    [
+        # Queries and keys, values and gates, steps, outputs; a state that is read and
+        # written.
+        (MAMBA.recurrence, 128 * (2 * 64 + 2 * 128 + 8 + 128) + 8 * 2 * 32 * 16),
+        # Of decays and betas, too; a state is read twice.
+        (
+            GatedDelta(4, key_heads=2, value_heads=8, key_dim=32, value_dim=16),
+            128 * (2 * 64 + 2 * 128 + 2 * 8 + 128) + 8 * 3 * 32 * 16,
+        ),
+    ],
+)
+def test_a_token_passes_through_the_states_of_its_layers(recurrence, products):
+    config = dataclasses.replace(MAMBA, recurrence=recurrence)
+    attention, head = 128 * (2 * 128 + 2 * 64), 512 * 128
+    expected = products + attention + 2 * 128 * 256 + head
+    assert decoded(work(config)).flops == 2 * expected
 
 
 @pytest.mark.meshes

@@ -34,7 +34,7 @@ from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.models.matrix import INPUT_DIMS, target_name
-from jaxrl_post.models.recurrences import GatedDelta
+from jaxrl_post.models.recurrences import GatedDelta, LinearAttention
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
@@ -46,8 +46,8 @@ __all__ = ["ModelWork", "Product"]
 MATRICES = (
     "query", "key", "value", "output",
     "query_down", "query_up", "kv_down", "kv_up",
-    "input_gate", "output_gate", "inputs", "outputs",
-    "gate", "up", "down", "router", "shared_gate", "unembedding",
+    "input_gate", "output_gate", "inputs", "outputs", "beta", "decay", "step",
+    "narrow", "widen", "gate", "up", "down", "router", "shared_gate", "unembedding",
 )  # fmt: skip
 # Their inputs are their last dimension, as of [experts, hidden] and [vocab, hidden].
 TRANSPOSED = ("router", "shared_gate", "unembedding")
@@ -160,7 +160,7 @@ class ModelWork:
         entries = own * (length + 3 * before)
         attended = Work(pairs * self._cached_pair_flops(), entries * self.cache_bytes)
         embedded = self._lookup(tokens) + self._gather(self._table())
-        mixed = attended + self._delta(tokens, chunked=True)
+        mixed = attended + self._linear(tokens, chunked=True)
         exchanged = self._exchanged(needed, tokens)
         return embedded + self._forward(needed, tokens) + mixed + exchanged
 
@@ -194,7 +194,7 @@ class ModelWork:
             pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
         )
         step += self._exchanged(self.products(), local)
-        step += self._delta(local, chunked=False)
+        step += self._linear(local, chunked=False)
         burst = self._gather(self._table())
         for product in self.products():
             step += self._multiplied(product, local)
@@ -239,7 +239,7 @@ class ModelWork:
         again = int(remat != "none") + int(length > TILE)
         work += Work(pairs * (1 + again + 2), 0.0)
         # The backward pass computes all of a chunk again but its states.
-        work += self._delta(tokens, chunked=True) * (1 + int(remat != "none") + 1 + 2)
+        work += self._linear(tokens, chunked=True) * (1 + int(remat != "none") + 1 + 2)
         if scan:
             # Weights into the stack, gradients out of it, each read and written.
             stacked = sum(p.size / p.parts for p in layers)
@@ -403,20 +403,24 @@ class ModelWork:
         _, key, value = self.config.cache_shape
         return self._head_flops(key + (value or key))
 
-    def _delta(self, tokens: float, *, chunked: bool) -> Work:
-        """The delta rule of a device's heads, over all layers that have it.
+    def _linear(self, tokens: float, *, chunked: bool) -> Work:
+        """Linear attention of a device's heads, over all layers that have it.
 
         Args:
             tokens: that a device has.
             chunked: whether they are computed in chunks, or one step of each row.
         """
         kind, config = self.config.recurrence, self.config
-        if not isinstance(kind, GatedDelta):
+        if not isinstance(kind, LinearAttention):
             return NO_WORK
-        state = kind.key_dim * kind.value_dim
-        products, values = 3 * state, 3.0 * state  # Two are read, and one is written.
+        state, width = kind.key_dim * kind.value_dim, kind.key_dim + kind.value_dim
+        # A state is read for the query and written; the delta rule reads it for the key
+        # too, and in chunks takes as many products again for what values become. XLA's
+        # step passes over the state three times.
+        delta = isinstance(kind, GatedDelta)
+        products, values = (2 + delta) * state, 3.0 * state
         if chunked:
-            products += 2 * CHUNK * (kind.key_dim + kind.value_dim)
+            products += (1 + delta) * CHUNK * width
             values = 2 * state / CHUNK
         heads = kind.value_heads // self._parts("heads", kind.key_heads)
         times = tokens * heads * config.count("recurrence")
