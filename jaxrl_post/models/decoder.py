@@ -390,7 +390,8 @@ def _mixed(
     if params.attention is None:
         assert not isinstance(entry, LayerCache)
         shape = place.positions.shape
-        return recurrent(config, params, x, shape, place.past, entry, rules)
+        past, kernels = place.past, place.kernels
+        return recurrent(config, params, x, shape, past, entry, rules, kernels)
     assert not isinstance(entry, StateCache)
     spec = config.layer(index)
     tables = place.tables if spec.window is None else place.local_tables

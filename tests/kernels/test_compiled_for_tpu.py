@@ -34,6 +34,7 @@ from jaxrl_post.kernels.decode_attention import (
     write_entries,
 )
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES as DECODE
+from jaxrl_post.kernels.linear_attention import LinearInputs, linear_step
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.shapes import SHAPES as NEXT_TOKEN
 from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
@@ -487,6 +488,40 @@ def test_a_decoding_step_copies_no_cache(heads, dim, tokens, view, cache_dtype):
         assert calls(loop, f"next_token_{kernel}") == 1
     # A device has half of the samples and half of the vocabulary.
     assert not logits_in_memory(text, 32, 16_000)
+
+
+# Heads of keys and of values, their widths, and whether by the delta rule.
+STEPS = {
+    "qwen3.5-9b": (16, 32, 128, 128, True),
+    "nemotron-3-nano": (8, 64, 128, 64, False),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_linear_attention_reads_and_writes_a_state_once(chip, name):
+    key_heads, heads, key_dim, value_dim, delta = STEPS[name]
+    rows, sharding = 64, jax.NamedSharding(chip, jax.P())
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    tokens = LinearInputs(
+        array(rows, 1, key_heads, key_dim),
+        array(rows, 1, key_heads, key_dim),
+        array(rows, 1, heads, value_dim),
+        array(rows, 1, heads),
+        array(rows, 1, heads) if delta else None,
+    )
+    state = array(rows, heads, key_dim, value_dim)
+    with jax.set_mesh(chip):
+        traced = jax.jit(linear_step, donate_argnums=1).trace(tokens, state)
+        made = traced.lower(lowering_platforms=("tpu",)).compile()
+    text, memory = made.as_text(), made.memory_analysis()
+    assert text is not None
+    assert "linear_step" in text
+    # The kernel's states are the program's own, and no copy of them is made.
+    assert memory.alias_size_in_bytes == 4 * math.prod(state.shape)
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 8
 
 
 def test_a_chunk_of_any_length_compiles():

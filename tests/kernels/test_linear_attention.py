@@ -146,6 +146,55 @@ def test_a_sequence_continues_from_its_state(counts, rule):
         np.testing.assert_allclose(last[row], state[0], atol=1e-4)
 
 
+def drawn(rule: str, key_dim: int, value_dim: int, rows: int = 4):
+    """One token of each row, for two key heads and four heads, and their states."""
+    rng = np.random.default_rng(key_dim)
+
+    def draw(*shape: int) -> jnp.ndarray:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    tokens = LinearInputs(
+        draw(rows, 1, 2, key_dim),
+        draw(rows, 1, 2, key_dim) * key_dim**-0.5,
+        draw(rows, 1, 4, value_dim),
+        -jnp.abs(draw(rows, 1, 4)),
+        jax.nn.sigmoid(draw(rows, 1, 4)) if rule == "delta" else None,
+    )
+    return tokens, draw(rows, 4, key_dim, value_dim)
+
+
+# With keys alone that fill lanes, states are turned.
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 6), (128, 24), (16, 128)])
+@RULES
+def test_the_kernel_of_a_step(rule, key_dim, value_dim):
+    tokens, state = drawn(rule, key_dim, value_dim)
+    found = linear_step(tokens, state, implementation="pallas_tpu", interpret=True)
+    expected = linear_step(tokens, state)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.meshes
+def test_the_kernel_of_a_step_on_a_mesh():
+    tokens, state = drawn("delta", 8, 6, rows=8)
+    expected = linear_step(tokens, state)
+    with jax.set_mesh(create_mesh("dp2,tp2", jax.devices()[:4])):
+        step = functools.partial(
+            linear_step, implementation="pallas_tpu", interpret=True
+        )
+        found = jax.jit(step)(tokens, state)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_a_kernel_that_cannot_take_a_step_is_refused():
+    tokens, state = drawn("sum", 6, 6)
+    with pytest.raises(ValueError, match="the width of keys must be multiples of 8"):
+        linear_step(tokens, state, implementation="pallas_tpu", interpret=True)
+    with pytest.raises(ValueError, match="linear_step: pallas_tpu runs on tpu"):
+        linear_step(tokens, state, implementation="pallas_tpu")
+
+
 @RULES
 def test_a_row_without_a_token_keeps_its_state_to_the_bit(rule):
     tokens = jax.tree.map(lambda x: x[:, :1], inputs(2, 3, rule))

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.linear_attention import chunks
+from jaxrl_post.kernels.dispatch import Implementation, choose, without_gpu_kernel
+from jaxrl_post.kernels.linear_attention import chunks, pallas_tpu
 from jaxrl_post.kernels.linear_attention.inputs import LinearInputs
 from jaxrl_post.kernels.linear_attention.plan import StatePlan
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
@@ -83,23 +84,59 @@ def linear_continued(
 
 
 def linear_step(
-    inputs: LinearInputs, state: Float[Array, "batch heads key_dim value_dim"]
+    inputs: LinearInputs,
+    state: Float[Array, "batch heads key_dim value_dim"],
+    rules: Rules = DEFAULT_RULES,
+    implementation: Implementation = "auto",
+    *,
+    interpret: Any = False,
 ) -> tuple[
     Float[Array, "batch 1 heads value_dim"],
     Float[Array, "batch heads key_dim value_dim"],
 ]:
     """Returns o of one token of each row, and the states after it.
 
-    S^T k and S^T q are read from the state before the token in one product.
+    The kernel for TPUs reads a state once and writes it once.
 
     Args:
         inputs: of length 1; a row with decay 0, and beta or else the value 0, keeps its
             state.
         state: float32.
+        rules: as for `linear_attention`.
+        implementation: see `kernels.dispatch`; there is no kernel for GPUs.
+        interpret: runs a Pallas kernel on any platform, slowly.
+
+    Raises:
+        ValueError: a kernel that is asked for by name does not run here.
     """
-    query, key, value, decay, beta = jax.tree.map(
-        lambda each: each[:, 0].astype(jnp.float32), inputs.by_head()
+    tokens = jax.tree.map(lambda each: each[:, 0].astype(jnp.float32), inputs.by_head())
+    parts = functools.partial(_specs, inputs, rules)
+    of_tokens = jax.tree.map(lambda spec: P(*spec[::2]), parts(inputs))
+    local = _local_shape(state.shape, of_tokens.decay)
+    wanted = without_gpu_kernel(
+        "linear_step", implementation, state.dtype, interpret=interpret
     )
+    problem = pallas_tpu.problem(local[0] * local[1], local[2])
+    chosen = choose(
+        "linear_step",
+        wanted,
+        state.dtype,
+        kernels={"pallas_tpu": problem},
+        interpret=interpret,
+    )
+    if chosen != "pallas_tpu":
+        out, after = _step(tokens, state)
+        return out[:, None], after
+    run = functools.partial(pallas_tpu.step, interpret=interpret)
+    ins = of_tokens, of_tokens.decay
+    call = _on_parts(run, ins, (of_tokens.value, of_tokens.decay))
+    out, after = call(tokens, state)
+    return out[:, None], after
+
+
+def _step(tokens: LinearInputs, state: Array) -> tuple[Array, Array]:
+    """S^T k and S^T q are read from the state before the token, in one product."""
+    query, key, value, decay, beta = tokens
     asked = [query] if beta is None else [query, key]
     found = jnp.einsum(
         "bhkv,bhkn->bhnv", state, jnp.stack(asked, axis=-1), precision="highest"
@@ -110,8 +147,15 @@ def linear_step(
         written = beta[..., None] * (value - found[:, :, 1])
     overlap = jnp.sum(key * query, axis=-1, keepdims=True)
     out = found[:, :, 0] + overlap * written
-    after = kept[..., None, None] * state + key[..., None] * written[..., None, :]
-    return out[:, None], after
+    return out, kept[..., None, None] * state + key[..., None] * written[..., None, :]
+
+
+def _local_shape(shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+    """The shape of a device's part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return shape
+    return jax.NamedSharding(mesh, spec).shard_shape(shape)
 
 
 def _specs(inputs: LinearInputs, rules: Rules, tree: Any) -> Any:

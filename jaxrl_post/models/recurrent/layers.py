@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import struct
 
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.kernels.linear_attention import Places, StatePlan, plan_trees
 from jaxrl_post.kernels.row_tiles import CountedRows
 from jaxrl_post.models.cache import StateCache
@@ -74,6 +75,7 @@ def recurrent(
     past: Past | None,
     entry: StateCache | None,
     rules: Rules,
+    kernels: Implementation = "auto",
 ) -> tuple[Float[Array, "tokens hidden"], StateCache | None]:
     """Runs a layer's recurrence over tokens [batch, length], `shape`.
 
@@ -85,6 +87,7 @@ def recurrent(
         past: of the tokens; None with a cache.
         entry: the layer's part of a cache; None without one.
         rules: sharding of activations.
+        kernels: implementation of a decoding step of linear attention.
 
     Returns:
         The update of the residual stream, and the state after the counted tokens.
@@ -97,7 +100,7 @@ def recurrent(
     if past is not None:
         assert past.plan is not None
         trees = past.earlier, past.plan
-    return linear(config, kind, own, x, shape, trees, entry, rules)
+    return linear(config, kind, own, x, shape, trees, entry, rules, kernels)
 
 
 def exact_recurrent(

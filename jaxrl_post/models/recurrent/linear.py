@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.kernels.linear_attention import (
     LinearInputs,
     Places,
@@ -73,6 +74,7 @@ def linear(
     past: tuple[Int[Array, "distances batch length"], StatePlan] | None,
     entry: StateCache | None,
     rules: Rules,
+    kernels: Implementation,
 ) -> tuple[Float[Array, "tokens hidden"], StateCache | None]:
     """Runs linear attention over these tokens.
 
@@ -85,6 +87,7 @@ def linear(
         past: of `earlier_tokens` and `plan_trees`; None with a state.
         entry: the state before the tokens; None without a cache.
         rules: sharding of activations.
+        kernels: implementation of a decoding step.
 
     Returns:
         The update of the residual stream, and the state after the counted tokens.
@@ -104,7 +107,8 @@ def linear(
     else:
         counts, memory = entry.counted(shape), entry.state.memory
         if shape[1] == 1:
-            out, memory = linear_step(_counted(tokens, counts > 0), memory)
+            tokens = _counted(tokens, counts > 0)
+            out, memory = linear_step(tokens, memory, rules, kernels)
         else:
             planned = plan_rows(counts, shape[1])
             out, memory = linear_continued(tokens, planned, memory, rules)
