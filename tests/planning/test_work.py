@@ -144,7 +144,7 @@ def test_attention_costs_four_flops_per_head_dimension_and_key():
         # Queries and keys, values and gates, steps, outputs; a state that is read and
         # written.
         (MAMBA.recurrence, 128 * (2 * 64 + 2 * 128 + 8 + 128) + 8 * 2 * 32 * 16),
-        # Of decays and betas, too; a state is read twice.
+        # Decays and betas, too; a state is read twice.
         (
             GatedDelta(4, key_heads=2, value_heads=8, key_dim=32, value_dim=16),
             128 * (2 * 64 + 2 * 128 + 2 * 8 + 128) + 8 * 3 * 32 * 16,
