@@ -80,7 +80,7 @@ def test_models_with_states_neither_guess_nor_are_guessed(model, save):
         "qk_norm": "head",
         "qkv_bias": False,
         "recurrence": models.ShortConvolution(kernel=3),
-        "layers": (models.LayerSpec("recurrence"), models.LayerSpec()),
+        "layers": (models.LayerSpec("recurrence"),),
     }
     stateful = dataclasses.replace(
         model, config=dataclasses.replace(model.config, **changes)
