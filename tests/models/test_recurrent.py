@@ -147,24 +147,28 @@ def convolved(params, x):
     return jnp.stack(out)
 
 
+HEADS = "query", "key", "value"
+
+
+def of_head(params, name, token, seen):
+    """The SiLU of a token's short convolution; `seen` has the tokens before it."""
+    seen.append(jnp.einsum("d,dhk->hk", token, getattr(params, name)))
+    kernel, last = getattr(params, f"{name}_kernel"), seen[-KERNEL:]
+    # Before the first token of a sequence all inputs are 0.
+    mixed = (kernel[KERNEL - len(last) :] * jnp.stack(last)).sum(axis=0)
+    mixed = mixed + getattr(params, f"{name}_kernel_bias", 0.0)
+    return mixed * jax.nn.sigmoid(mixed)
+
+
 def delta_net(params, x):
     """The same, of a gated delta net."""
     delta = CONFIGS["delta"].recurrence
-    heads = {"query": params.query, "key": params.key, "value": params.value}
-    seen = {
-        name: [jnp.zeros(weight.shape[1:])] * (KERNEL - 1)
-        for name, weight in heads.items()
-    }
+    seen = {name: [] for name in HEADS}
     times = delta.value_heads // delta.key_heads
     state = jnp.zeros((delta.value_heads, delta.key_dim, delta.value_dim))
     out = []
     for token in x:
-        found = {}
-        for name, weight in heads.items():
-            seen[name].append(jnp.einsum("d,dhk->hk", token, weight))
-            kernel = getattr(params, f"{name}_kernel")
-            mixed = (kernel * jnp.stack(seen[name][-KERNEL:])).sum(axis=0)
-            found[name] = mixed * jax.nn.sigmoid(mixed)
+        found = {name: of_head(params, name, token, seen[name]) for name in HEADS}
         query, key = (
             jnp.repeat(
                 each / jnp.sqrt((each**2).sum(-1, keepdims=True) + 1e-6), times, 0
@@ -189,22 +193,12 @@ def delta_net(params, x):
 def mamba(params, x):
     """The same, of Mamba-2."""
     kind = CONFIGS["mamba"].recurrence
-    heads = {"query": params.query, "key": params.key, "value": params.value}
-    seen = {
-        name: [jnp.zeros(weight.shape[1:])] * (KERNEL - 1)
-        for name, weight in heads.items()
-    }
+    seen = {name: [] for name in HEADS}
     times = kind.value_heads // kind.key_heads
     state = jnp.zeros((kind.value_heads, kind.value_dim, kind.key_dim))
     out = []
     for token in x:
-        found = {}
-        for name, weight in heads.items():
-            seen[name].append(jnp.einsum("d,dhk->hk", token, weight))
-            kernel = getattr(params, f"{name}_kernel")
-            mixed = (kernel * jnp.stack(seen[name][-KERNEL:])).sum(axis=0)
-            mixed = mixed + getattr(params, f"{name}_kernel_bias")
-            found[name] = mixed * jax.nn.sigmoid(mixed)
+        found = {name: of_head(params, name, token, seen[name]) for name in HEADS}
         read_by, written_by = (
             jnp.repeat(found[name], times, 0) for name in ("query", "key")
         )

@@ -31,7 +31,7 @@ __all__ = [
     "balanced_experts",
     "balanced_to_hf",
     "first_dense",
-    "with_experts",
+    "routed_to_hf",
 ]
 
 # Experts balanced by a bias on the selection scores, as in DeepSeek-V3.
@@ -100,9 +100,8 @@ def balanced_experts(defaults: MixtureOfExperts, dense: DenseLayers) -> Key:
     return Key(read, write)
 
 
-def balanced_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes the keys of balanced experts."""
-    experts = required_experts(config)
+def routed_to_hf(experts: MixtureOfExperts) -> dict[str, Any]:
+    """Writes the keys of balanced experts but of what all tokens share."""
     return {
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.experts_per_token,
@@ -111,6 +110,14 @@ def balanced_to_hf(config: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": experts.scale,
         "n_group": experts.num_groups,
         "topk_group": experts.groups_per_token,
+    }
+
+
+def balanced_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys of balanced experts."""
+    experts = required_experts(config)
+    return {
+        **routed_to_hf(experts),
         "n_shared_experts": experts.shared_size // experts.expert_size,
         "first_k_dense_replace": len(dense_layers(config)),
     }

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl_post.models.config import LayerSpec, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.recurrences import Mamba2
 from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families import glm
 from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.keys import MLP_BIAS, Key, fixed
 from jaxrl_post.pretrained.hf_config import Defaults
@@ -202,12 +203,16 @@ def _experts(raw: Json) -> MixtureOfExperts:
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
     mamba, names = config.recurrence, {spec: kind for kind, spec in PARTS.items()}
     layers = [config.layer(i) for i in range(config.num_layers)]
-    unknown = [spec for spec in layers if spec not in names]
-    if not isinstance(mamba, Mamba2) or unknown:
+    if not isinstance(mamba, Mamba2):
         raise CheckpointError(
-            f"{config.model_type} checkpoints cannot express recurrence={mamba} and "
-            f"layers={layers}"
+            f"{config.model_type} checkpoints cannot express recurrence={mamba}"
         )
+    for index, spec in enumerate(layers):
+        if spec not in names:
+            raise CheckpointError(
+                f"{config.model_type} checkpoints cannot express layers[{index}]="
+                f"{spec}; a layer is one of {', '.join(map(str, names))}"
+            )
     kinds = [names[spec] for spec in layers]
     letters = {kind: letter for letter, kind in LETTERS.items()}
     return {
@@ -231,13 +236,7 @@ def _experts_to_hf(experts: MixtureOfExperts | None) -> dict[str, Any]:
     if experts is None:
         return {}
     return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
-        "moe_intermediate_size": experts.expert_size,
-        "norm_topk_prob": experts.normalize,
-        "routed_scaling_factor": experts.scale,
-        "n_group": experts.num_groups,
-        "topk_group": experts.groups_per_token,
+        **glm.routed_to_hf(experts),
         "moe_shared_expert_intermediate_size": experts.shared_size,
         "moe_latent_size": experts.latent_size or None,
     }
