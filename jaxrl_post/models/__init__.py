@@ -10,11 +10,13 @@ from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.cache import KVCache
 from jaxrl_post.models.config import (
     Head,
+    HeadSpec,
     Indexer,
     LatentAttention,
     LayerSpec,
     MixtureOfExperts,
     ModelConfig,
+    PerLayerEmbedding,
     QueryScaling,
     RopeScaling,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "DecoderParams",
     "GatedDelta",
     "Head",
+    "HeadSpec",
     "Indexer",
     "KVCache",
     "LatentAttention",
@@ -43,6 +46,7 @@ __all__ = [
     "MixtureOfExperts",
     "ModelConfig",
     "ParamSpec",
+    "PerLayerEmbedding",
     "QueryScaling",
     "RopeScaling",
     "Routing",

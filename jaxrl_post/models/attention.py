@@ -4,13 +4,14 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.decode_attention import OwnKeys, decode_attention
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import LatentAttention, ModelConfig
-from jaxrl_post.models.layers import norm, project, to_heads
+from jaxrl_post.models.layers import norm, project, to_heads, unit_norm
 from jaxrl_post.models.matrix import dense
 from jaxrl_post.models.params import AttentionParams, LatentAttentionParams
 from jaxrl_post.models.rope import apply_rope
@@ -19,12 +20,14 @@ from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
     "Context",
+    "KeysValues",
     "LatentParts",
     "from_latents",
     "grouped_query",
+    "keys_and_values",
     "latent_attention",
     "latent_parts",
-    "query_key_value",
+    "queries",
     "to_latents",
     "with_gate",
 ]
@@ -32,6 +35,19 @@ __all__ = [
 HEAD_AXES = ("batch", "length", "heads", "head_dim")
 # Training uses the cache's layout too.
 KV_AXES = ("batch", "kv_heads", "length", "head_dim")
+
+
+@struct.dataclass
+class KeysValues:
+    """Keys and values of a layer that other layers read, in training.
+
+    Attributes:
+        keys: rotated.
+        values: as attention reads them.
+    """
+
+    keys: Float[Array, "batch kv_heads length head_dim"]
+    values: Float[Array, "batch kv_heads length value_dim"]
 
 
 class Context(NamedTuple):
@@ -45,6 +61,8 @@ class Context(NamedTuple):
         tables: cosines and sines of the layer's rotation; None for no rotation.
         window: the layer's sliding window in tokens, None for full attention.
         entry: the layer's part of a cache; None: attention among these tokens alone.
+            For a layer without keys of its own: what the layer returned whose keys it
+            reads.
         kernels: implementation of attention.
     """
 
@@ -53,8 +71,13 @@ class Context(NamedTuple):
     indices: Int[Array, "batch length"] | None
     tables: tuple[Array, Array] | None
     window: int | None
-    entry: LayerCache | None
+    entry: LayerCache | KeysValues | None
     kernels: Implementation = "auto"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch and length."""
+        return self.positions.shape
 
 
 def grouped_query(
@@ -63,45 +86,73 @@ def grouped_query(
     x: Float[Array, "tokens hidden"],
     context: Context,
     rules: Rules,
-) -> tuple[Float[Array, "tokens hidden"], LayerCache | None]:
+) -> tuple[Float[Array, "tokens hidden"], LayerCache | KeysValues]:
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245).
 
+    Without keys of its own, it reads the entry of `context`.
+
     Returns:
-        The update of the residual stream, and the cache with these tokens.
+        The update of the residual stream; and the keys and values that were read: the
+        cache with these tokens, or those of these tokens alone.
     """
-    query, key, value, gate = query_key_value(config, params, x, context)
-    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-    attended, entry = _attend(config, query, key, value, context, rules, params.sinks)
+    query, gate = queries(config, params, x, context)
+    entry = context.entry
+    if params.key is not None:
+        key, value = keys_and_values(config, params, x, context)
+        entry = _with_entries(key.swapaxes(1, 2), value.swapaxes(1, 2), context, rules)
+    if entry is None:
+        raise ValueError(
+            "attention: has no keys; the parameters do not belong to the config"
+        )
+    attended = _attend(config, query, entry, context, rules, params.sinks)
     attended = with_gate(attended, gate).reshape(x.shape[0], -1)
     return project(attended, params.output, params.output_bias, inputs=2), entry
 
 
-def query_key_value(
+def queries(
     config: ModelConfig,
     params: AttentionParams[Array],
     x: Float[Array, "tokens hidden"],
     context: Context,
 ) -> tuple[
     Float[Array, "batch length heads head_dim"],
-    Float[Array, "batch length kv_heads head_dim"],
-    Float[Array, "batch length kv_heads head_dim"],
     Float[Array, "batch length heads head_dim"] | None,
 ]:
-    """Projects to rotated queries and keys, to values, and to the gate, if any."""
-    shape, gate = context.positions.shape, None
-    query = to_heads(x, params.query, params.query_bias, shape)
+    """Projects to rotated queries, and to the gate, if any."""
+    query, gate = to_heads(x, params.query, params.query_bias, context.shape), None
     if config.attention_gate:
         query, gate = jnp.split(query, 2, axis=-1)
-    key = to_heads(x, params.key, params.key_bias, shape)
-    value = to_heads(x, params.value, params.value_bias, shape)
-    if params.query_norm is not None and params.key_norm is not None:
+    if params.query_norm is not None:
         query = norm(config, query, params.query_norm)
+    query = _rotate(config, _clipped(config, query), context)
+    return _scaled(config, query, context), gate
+
+
+def keys_and_values(
+    config: ModelConfig,
+    params: AttentionParams[Array],
+    x: Float[Array, "tokens hidden"],
+    context: Context,
+) -> tuple[
+    Float[Array, "batch length kv_heads head_dim"],
+    Float[Array, "batch length kv_heads head_dim"],
+]:
+    """Projects to rotated keys, and to values, of a layer with keys of its own."""
+    assert params.key is not None
+    key = value = to_heads(x, params.key, params.key_bias, context.shape)
+    if params.value is not None:
+        value = to_heads(x, params.value, params.value_bias, context.shape)
+    if params.key_norm is not None:
         key = norm(config, key, params.key_norm)
-    if config.qkv_clip is not None:
-        bound = config.qkv_clip
-        query, key, value = (jnp.clip(a, -bound, bound) for a in (query, key, value))
-    query, key = _rotate(config, query, context), _rotate(config, key, context)
-    return _scaled(config, query, context), key, value, gate
+    if config.value_norm:
+        value = unit_norm(config, value)
+    key, value = _clipped(config, key), _clipped(config, value)
+    return _rotate(config, key, context), value
+
+
+def _clipped(config: ModelConfig, x: Array) -> Array:
+    bound = config.qkv_clip
+    return x if bound is None else jnp.clip(x, -bound, bound)
 
 
 def with_gate(
@@ -119,7 +170,7 @@ def latent_attention(
     x: Float[Array, "tokens hidden"],
     context: Context,
     rules: Rules,
-) -> tuple[Float[Array, "tokens hidden"], LayerCache | None]:
+) -> tuple[Float[Array, "tokens hidden"], LayerCache | KeysValues]:
     """Multi-head latent attention.
 
     With c the latent of a token, a head's key is [U_k c, r] and its value U_v c, where
@@ -131,7 +182,7 @@ def latent_attention(
         DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
     Returns:
-        The update of the residual stream, and the cache with these tokens.
+        The update of the residual stream, and what was read, as `grouped_query`.
     """
     parts = latent_parts(config, latent, params, x, context)
     if context.entry is None:
@@ -143,12 +194,14 @@ def latent_attention(
         key = jnp.concatenate([key_nope, key_rope], axis=-1)
         query = jnp.concatenate([parts.query_nope, parts.query_rope], axis=-1)
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        attended, entry = _attend(config, query, key, value, context, rules)
+        entry = _with_entries(key, value, context, rules)
+        attended = _attend(config, query, entry, context, rules)
     else:
         up = dense(params.kv_up, x.dtype)
         query, row = to_latents(parts, up[..., : latent.nope_dim])
         row = row.swapaxes(1, 2)
-        mixed, entry = _attend(config, query, row, row[..., :0], context, rules)
+        entry = _with_entries(row, row[..., :0], context, rules)
+        mixed = _attend(config, query, entry, context, rules)
         mixed = mixed[..., : latent.kv_rank]
         attended = from_latents(mixed, up[..., latent.nope_dim :])
     attended = attended.reshape(x.shape[0], -1)
@@ -245,33 +298,41 @@ def _scaled(config: ModelConfig, query: Array, context: Context) -> Array:
     return query * factor[:, :, None, None].astype(query.dtype)
 
 
+def _with_entries(
+    key: Array, value: Array, context: Context, rules: Rules
+) -> LayerCache | KeysValues:
+    """Writes the keys and values of these tokens to the cache, if there is one."""
+    if context.entry is None:
+        key, value = (constrain(each, KV_AXES, rules) for each in (key, value))
+        return KeysValues(key, value)
+    assert isinstance(context.entry, LayerCache)
+    return context.entry.write(key, value, context.positions, rules, context.kernels)
+
+
 def _attend(
     config: ModelConfig,
     query: Array,
-    key: Array,
-    value: Array,
+    entry: LayerCache | KeysValues,
     context: Context,
     rules: Rules,
     sinks: Array | None = None,
-) -> tuple[Float[Array, "batch length heads value_dim"], LayerCache | None]:
-    """Attends to these tokens, or writes them to the cache and attends to all of it."""
+) -> Float[Array, "batch length heads value_dim"]:
+    """Attends to these tokens, or to the cache, which has them."""
     query = constrain(query, HEAD_AXES, rules)
     scoring = Scoring(
         context.window, config.score_scale, config.attention_softcap, sinks
     )
     positions = context.positions
-    if context.entry is None:
-        attended = attention(
+    if isinstance(entry, KeysValues):
+        return attention(
             query,
-            constrain(key, KV_AXES, rules),
-            constrain(value, KV_AXES, rules),
+            entry.keys,
+            entry.values,
             Sight(positions, positions, context.ends, context.indices),
             scoring=scoring,
             rules=rules,
             implementation=context.kernels,
         )
-        return attended, None
-    entry = context.entry.write(key, value, positions, rules, context.kernels)
     shared, keys, values = entry.shared, entry.keys, entry.values
     if not values.shape[-1]:
         # The keys serve as values, because cutting off r would copy the cache.
@@ -280,7 +341,7 @@ def _attend(
     keys, values = jax.tree.map(
         lambda leaf: constrain(leaf, KV_AXES, rules), (keys, values)
     )
-    attended = decode_attention(
+    return decode_attention(
         query,
         OwnKeys(keys, values, entry.positions),
         positions,
@@ -289,4 +350,3 @@ def _attend(
         rules=rules,
         implementation=context.kernels,
     )
-    return attended, entry

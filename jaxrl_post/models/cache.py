@@ -158,7 +158,8 @@ class KVCache:
     """The caches of all layers; one array per layer allows updates in place.
 
     Attributes:
-        keys: one array per layer; None for a layer without attention.
+        keys: one array per layer; None for a layer without attention, or that reads the
+            keys of another.
         values: as the keys.
         starts: int32, position of the first entry of each slot; None: 0.
         shared: keys and values that slots share; None if there are none.
@@ -186,23 +187,20 @@ class KVCache:
             length: most tokens of a sequence.
             dtype: a float dtype; int8 or float8_e4m3fn for quantised entries.
         """
-        heads, *widths = config.cache_shape
         codes = jnp.dtype(dtype).name in CODE_DTYPES
 
-        def one(width: int) -> Entries:
+        def one(heads: int, width: int) -> Entries:
             empty = jnp.zeros((slots, heads, length, width), dtype)
             if not codes or not width:
                 return empty
             scales = jnp.zeros((slots, heads, length, 1), jnp.float32)
             return QuantizedEntries(empty, scales)
 
-        def fresh(width: int) -> tuple[Entries | None, ...]:
-            return tuple(
-                one(width) if config.layer(layer).mixer == "attention" else None
-                for layer in range(config.num_layers)
-            )
+        def fresh(part: int) -> tuple[Entries | None, ...]:
+            shapes = map(config.cache_shape, range(config.num_layers))
+            return tuple(each and one(each[0], each[part]) for each in shapes)
 
-        keys, values = map(fresh, widths)
+        keys, values = fresh(1), fresh(2)
         return cls(keys, values, states=states(config, slots, dtype))
 
     @property

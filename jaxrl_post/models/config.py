@@ -6,19 +6,27 @@ precision are configured elsewhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
+from jaxrl_post.models.layer_spec import (
+    HeadSpec,
+    LayerSpec,
+    PerLayerEmbedding,
+    check_keys,
+)
 from jaxrl_post.models.recurrences import Recurrence
 
 __all__ = [
     "Activation",
     "Head",
+    "HeadSpec",
     "Indexer",
     "LatentAttention",
     "LayerSpec",
     "MixtureOfExperts",
     "ModelConfig",
+    "PerLayerEmbedding",
     "QueryScaling",
     "RopeScaling",
 ]
@@ -178,6 +186,9 @@ class MixtureOfExperts:
         shared_gate: whether the sigmoid of a projection scales the shared MLP.
         latent_size: width to which tokens are projected for the experts, and back from
             after them; 0 for none.
+        scaled_router: the router reads RMSNorm(h) * scale / sqrt(hidden_size) of the
+            residual stream h, and a token's weight of an expert is multiplied by a
+            learned scale of that expert.
     """
 
     num_experts: int
@@ -196,6 +207,7 @@ class MixtureOfExperts:
     shared_size: int = 0
     shared_gate: bool = False
     latent_size: int = 0
+    scaled_router: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -216,39 +228,6 @@ class MixtureOfExperts:
                 f"config: groups_per_token must lie in 1..{self.num_groups} and hold "
                 f"{self.experts_per_token} experts; got {self.groups_per_token}"
             )
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """The parts of one layer.
-
-    Attributes:
-        mixer: the part that combines tokens: attention; the recurrence of the config;
-            or None for a layer with an MLP alone.
-        mlp: the part after it: a dense MLP; the mixture of experts of the config; or
-            None for a layer with a mixer alone.
-        window: sliding window of attention in tokens, None for full attention.
-        rotated: whether attention has rotary embeddings.
-        indexed: whether sparse attention has an indexer here. Without one, a query sees
-            the keys that it sees in the layer before.
-    """
-
-    mixer: Literal["attention", "recurrence"] | None = "attention"
-    mlp: Literal["dense", "experts"] | None = "dense"
-    window: int | None = None
-    rotated: bool = True
-    indexed: bool = True
-
-    def __post_init__(self) -> None:
-        if self.mixer is None and self.mlp is None:
-            raise ValueError(
-                "config: a layer must have a mixer or an MLP; got None for both"
-            )
-
-    def difference(self, other: "LayerSpec") -> str | None:
-        """The name of the first attribute that differs, or None."""
-        names = (field.name for field in fields(self))
-        return next((n for n in names if getattr(self, n) != getattr(other, n)), None)
 
 
 @dataclass(frozen=True)
@@ -293,13 +272,18 @@ class ModelConfig:
         residual_scale: factor of attention's and the MLP's outputs.
         logit_divisor: divisor of the logits, applied before the softcap.
         latent: multi-head latent attention; None for grouped-query attention.
-        experts: a mixture of experts instead of the MLP; None for dense layers.
+        experts: a mixture of experts instead of the MLP, or next to it; None for dense
+            layers.
         recurrence: the kind of layers that carry a state in place of attention; None
             for attention in all.
         layers: each layer's parts. The empty tuple, which is stored for such layers
             too: attention everywhere, without windows, and experts if there are any.
         attention_gate: attention's output is multiplied by the sigmoid of a gate, which
             the second half of the queries' projection gives for each head.
+        value_norm: RMSNorm of values over each head, without a weight.
+        layer_scale: a layer's output is multiplied by a number of the checkpoint, which
+            has no gradient.
+        per_layer: embeddings of tokens for every layer; None for none.
         initializer_range: standard deviation of initial matrices and embeddings.
         head: output layer on the last hidden state.
 
@@ -345,6 +329,9 @@ class ModelConfig:
     recurrence: Recurrence | None = None
     layers: tuple[LayerSpec, ...] = ()
     attention_gate: bool = False
+    value_norm: bool = False
+    layer_scale: bool = False
+    per_layer: PerLayerEmbedding | None = None
     initializer_range: float = 0.02
     head: Head = "lm"
 
@@ -388,6 +375,12 @@ class ModelConfig:
                 "keys that the indexer lets a query see; got "
                 f"{self.max_length}"
             )
+        tables = self.per_layer
+        if tables is not None and tables.vocab_size < self.vocab_size:
+            raise ValueError(
+                f"config: tables of per-layer embeddings must have {self.vocab_size} "
+                f"rows, one for each token; got {tables.vocab_size}"
+            )
         self._check_layers()
         self._check_scaling()
 
@@ -405,18 +398,45 @@ class ModelConfig:
                 f"got {len(self.layers)} entries"
             )
         layers = [self.layer(index) for index in range(self.num_layers)]
-        for name, used in (
-            ("experts", any(layer.mlp == "experts" for layer in layers)),
-            ("recurrence", any(layer.mixer == "recurrence" for layer in layers)),
-        ):
-            if used != (getattr(self, name) is not None):
+        check_keys(layers)
+        for name in ("experts", "recurrence"):
+            if (self.count(name) > 0) != (getattr(self, name) is not None):
                 raise ValueError(
                     f"config: {name} must be given if a layer has it, and None if no "
                     f"layer has it; got {getattr(self, name)} and "
                     f"{self.count(name)} such layers"
                 )
+        for index in range(self.num_layers):
+            self._check_heads(index)
         if all(layer == self._plain_layer for layer in layers):
             object.__setattr__(self, "layers", ())
+
+    def _check_heads(self, index: int) -> None:
+        """Checks that the config has what heads of a layer's own need."""
+        spec, scaling = self.layer(index), self.rope_scaling
+        own = spec.heads is not None or spec.keys_of is not None
+        if own and (self.latent is not None or self.rotated_dims != self.head_dim):
+            raise ValueError(
+                f"config: heads and keys_of of layer {index} must be None with latent "
+                "attention, or with a rotary_dim below head_dim; got "
+                f"{spec.heads} and {spec.keys_of}"
+            )
+        if spec.heads is not None:
+            if self.num_heads % spec.heads.num_kv_heads:
+                raise ValueError(
+                    "config: num_heads must be a multiple of num_kv_heads; got "
+                    f"{self.num_heads} and {spec.heads.num_kv_heads} in layer {index}"
+                )
+            if self.attention_scale is None and spec.heads.head_dim != self.head_dim:
+                raise ValueError(
+                    "config: attention_scale must be given where heads have several "
+                    f"widths; got None, and {spec.heads.head_dim} in layer {index}"
+                )
+            if scaling is not None and scaling.kind != "linear":
+                raise ValueError(
+                    "config: rope_scaling must be linear or None where layers have "
+                    f"heads of their own; got {scaling.kind}"
+                )
 
     def _check_scaling(self) -> None:
         """Refuses a scaling that divides by 0 or has tables of a wrong size."""
@@ -463,7 +483,16 @@ class ModelConfig:
 
     def layer_experts(self, layer: int) -> MixtureOfExperts | None:
         """Mixture of experts of a layer, None for a layer without."""
-        return self.experts if self.layer(layer).mlp == "experts" else None
+        return self.experts if self.layer(layer).has("experts") else None
+
+    def heads(self, layer: int) -> HeadSpec:
+        """The heads of a layer of grouped-query attention."""
+        own = self.layer(layer).heads
+        return HeadSpec(self.head_dim, self.num_kv_heads) if own is None else own
+
+    def lends_keys(self, layer: int) -> bool:
+        """Whether other layers read a layer's keys and values."""
+        return any(spec.keys_of == layer for spec in self.layers)
 
     def recurrent(self, layer: int) -> Recurrence | None:
         """The recurrence of a layer, None for a layer without."""
@@ -472,7 +501,7 @@ class ModelConfig:
     def count(self, part: str) -> int:
         """Number of layers with a part: attention, recurrence, dense or experts."""
         layers = map(self.layer, range(self.num_layers))
-        return sum(part in (layer.mixer, layer.mlp) for layer in layers)
+        return sum(layer.has(part) for layer in layers)
 
     @property
     def gated_mlp(self) -> bool:
@@ -514,16 +543,19 @@ class ModelConfig:
         scale = self.attention_scale
         return self.head_dim**-0.5 if scale is None else scale
 
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Number of heads, key width and value width of a cache.
+    def cache_shape(self, layer: int) -> tuple[int, int, int] | None:
+        """Number of heads, key width and value width of a layer's cache.
 
-        With latent attention the cache has one head, whose key is the latent and the
-        rotated key. Its value width is 0, because values are computed from the latent.
+        None for a layer that keeps no keys. With latent attention the cache has one
+        head, whose key is the latent and the rotated key. Its value width is 0, because
+        values are computed from the latent.
         """
+        if not self.layer(layer).makes_keys:
+            return None
         if self.latent is not None:
             return 1, self.latent.kv_rank + self.latent.rope_dim, 0
-        return self.num_kv_heads, self.head_dim, self.head_dim
+        heads = self.heads(layer)
+        return heads.num_kv_heads, heads.head_dim, heads.head_dim
 
     @property
     def rotation_limit(self) -> int | None:

@@ -10,14 +10,24 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.models.attention import Context, grouped_query, latent_attention
+from jaxrl_post.models.attention import (
+    Context,
+    KeysValues,
+    grouped_query,
+    latent_attention,
+)
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.experts import Routing, mixture, routing
-from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap
+from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap, unit_norm
 from jaxrl_post.models.params import DecoderParams, LayerParams
+from jaxrl_post.models.per_layer import (
+    per_layer_inputs,
+    per_layer_rows,
+    per_layer_update,
+)
 from jaxrl_post.models.recurrent import Past, recurrent
-from jaxrl_post.models.rope import rope_tables
+from jaxrl_post.models.rope import layer_tables
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
 from jaxrl_post.types import Array, Bool, Float, Int
 
@@ -204,6 +214,10 @@ def values(
     return outputs[..., 1] - outputs[..., 0]
 
 
+# A layer's part of a cache; in training, its keys and values if other layers read them.
+type Entry = LayerCache | StateCache | KeysValues | None
+
+
 @struct.dataclass
 class _Place:
     """Inputs of a layer except its hidden states: positions, masks and its cache."""
@@ -211,10 +225,13 @@ class _Place:
     positions: Array
     ends: Array | None
     indices: Array | None
-    tables: tuple[Array, Array]
-    local_tables: tuple[Array, Array]
     mask: Array | None
-    entry: LayerCache | StateCache | None
+    # For a layer that reads another's keys, what that layer returned.
+    entry: Entry = None
+    # None without rotation.
+    tables: tuple[Array, Array] | None = None
+    # The tokens' embeddings for the layer, [tokens, size].
+    inputs: Array | None = None
     # None with a cache, or for a model without states.
     past: Past | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
@@ -234,16 +251,10 @@ def _run(
     `sight` has positions, ends, indices and the mask of routing.
     """
     positions, ends, indices, mask = sight
-    remat = execution.remat
     if positions is None:
         length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(length, tokens.shape)
-    tables = rope_tables(config, positions)
-    local = tables
-    if config.local_rope_theta is not None:
-        local = rope_tables(config, positions, local=True)
-    seen = positions, ends, indices, tables, local, mask
-    place = _Place(*seen, None, kernels=execution.kernels)
+    past = None
     if config.has_states and kv_view is None:
         if indices is not None:
             raise ValueError(
@@ -251,65 +262,134 @@ def _run(
                 "token, and cp cuts rows into chunks; use a mesh without cp"
             )
         past = Past.of(config, positions, ends)
-        place = dataclasses.replace(place, past=past)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
-    entries, routed = [], []
+    place = _Place(
+        *(positions, ends, indices, mask), past=past, kernels=execution.kernels
+    )
+    inputs = _inputs(params, config, tokens, hidden, rules)
+    places = [
+        dataclasses.replace(place, tables=tables, inputs=each)
+        for tables, each in zip(layer_tables(config, positions), inputs, strict=True)
+    ]
     if execution.scan and kv_view is None:
-        hidden, routed = _scan(config, params.layers, hidden, place, rules, remat)
+        hidden, entries, routed = _scan(
+            config, params.layers, hidden, places, rules, execution.remat
+        )
     else:
-        for index, layer in enumerate(params.layers):
-            step = functools.partial(_layer, config, index, rules)
-            entry = None if kv_view is None else kv_view.layer(index)
-            hidden, entry, found = _remat(step, remat)(
-                layer, hidden, dataclasses.replace(place, entry=entry)
-            )
-            entries.append(entry)
-            routed.append(found)
+        hidden, entries, routed = _unrolled(
+            config, params.layers, hidden, places, rules, execution.remat, kv_view
+        )
     hidden = norm(config, hidden, params.final_norm)
     return hidden.reshape(*tokens.shape, -1), entries, routed
+
+
+def _inputs(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    tokens: Array,
+    embedded: Array,
+    rules: Rules,
+) -> Sequence[Array | None]:
+    """The tokens' embeddings for each layer, None for a model without."""
+    if params.per_layer is None:
+        return [None] * config.num_layers
+    rows = per_layer_rows(config, params.per_layer, tokens.reshape(-1), rules)
+    inputs = per_layer_inputs(config, params.per_layer, embedded, rows)
+    return [inputs[:, layer] for layer in range(config.num_layers)]
+
+
+def _unrolled(
+    config: ModelConfig,
+    layers: Sequence[LayerParams[Array]],
+    hidden: Array,
+    places: Sequence[_Place],
+    rules: Rules,
+    remat: Remat,
+    kv_view: KVView | None,
+) -> tuple[Array, list[Any], list[Any]]:
+    """Runs one layer after the other."""
+    entries, routed = [], []
+    for index, (layer, place) in enumerate(zip(layers, places, strict=True)):
+        source = config.layer(index).keys_of
+        if source is not None:
+            entry = entries[source]
+        else:
+            entry = None if kv_view is None else kv_view.layer(index)
+        step = functools.partial(_layer, config, index, rules)
+        hidden, entry, found = _remat(step, remat)(
+            layer, hidden, dataclasses.replace(place, entry=entry)
+        )
+        entries.append(entry)
+        routed.append(found)
+    return hidden, entries, routed
 
 
 def _scan(
     config: ModelConfig,
     layers: Sequence[LayerParams[Array]],
     hidden: Array,
-    place: _Place,
+    places: Sequence[_Place],
     rules: Rules,
     remat: Remat,
-) -> tuple[Array, list[Any]]:
+) -> tuple[Array, list[Any], list[Any]]:
     """Runs all layers; repeated layers run as a `lax.scan` over stacked weights."""
+    entries: list[Any] = []
     routed: list[Any] = []
     for first, period, repeats in _repetitions(config):
+        numbers = range(first, first + period)
         steps = [
             _remat(
-                functools.partial(_layer, config, first + i, rules),
+                functools.partial(_layer, config, index, rules),
                 remat,
                 looped=repeats > 1,
             )
-            for i in range(period)
+            for index in numbers
         ]
+        # All repeats of a layer read the same keys, which were made before the loop.
+        sources = [config.layer(index).keys_of for index in numbers]
+        lent = [None if source is None else entries[source] for source in sources]
 
-        def body(hidden: Array, weights: tuple, steps: list = steps) -> tuple:
+        def body(
+            hidden: Array,
+            each: tuple,
+            steps: list = steps,
+            own: Sequence[_Place] = places[first : first + period],
+            lent: list = lent,
+        ) -> tuple:
             found = []
-            for step, layer in zip(steps, weights, strict=True):
-                hidden, _, routing = step(layer, hidden, place)
-                found.append(routing)
+            for step, (layer, inputs), place, entry in zip(
+                steps, each, own, lent, strict=True
+            ):
+                place = dataclasses.replace(place, inputs=inputs, entry=entry)
+                hidden, entry, one = step(layer, hidden, place)
+                found.append((entry, one))
             return hidden, tuple(found)
 
         groups = [
-            tuple(layers[first + i * period : first + (i + 1) * period])
+            tuple(
+                (layers[index], places[index].inputs)
+                for index in range(first + i * period, first + (i + 1) * period)
+            )
             for i in range(repeats)
         ]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
         hidden, found = jax.lax.scan(body, hidden, stacked)
         for i in range(repeats):
-            routed += jax.tree.map(lambda leaf, i=i: leaf[i], found)
-    return hidden, routed
+            for entry, one in jax.tree.map(lambda leaf, i=i: leaf[i], found):
+                entries.append(entry)
+                routed.append(one)
+    return hidden, entries, routed
 
 
 def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """Groups the layers as (first, period, repeats), with equal layers per period."""
-    kinds = [config.layer(i) for i in range(config.num_layers)]
+    """Groups the layers as (first, period, repeats), with equal layers per period.
+
+    A layer whose keys others read is equal to no other.
+    """
+    kinds = [
+        (config.layer(i), i if config.lends_keys(i) else None)
+        for i in range(config.num_layers)
+    ]
     found, first = [], 0
     while first < len(kinds):
         best = (1, 1)
@@ -343,38 +423,69 @@ def _layer(
     params: LayerParams[Array],
     hidden: Array,
     place: _Place,
-) -> tuple[Array, LayerCache | StateCache | None, Any]:
+) -> tuple[Array, Entry, Any]:
     """Runs one layer: its mixer, then its MLP or experts, as far as it has them."""
 
-    def normed(x: Array, weight: Array | None) -> Array:
-        return x if weight is None else norm(config, x, weight)
-
     def add(hidden: Array, branch: Array, weight: Array | None) -> Array:
-        branch = normed(branch, weight)
+        branch = _normed(config, branch, weight)
         if config.residual_scale != 1.0:
             branch = scaled(branch, config.residual_scale)
         return constrain(hidden + branch, ("batch", "hidden"), rules)
 
     spec, entry, routed = config.layer(index), None, None
     if spec.mixer is not None:
-        x = normed(hidden, params.attention_norm)
+        x = _normed(config, hidden, params.attention_norm)
         branch, entry = _mixed(config, index, params, x, place, rules)
         hidden = add(hidden, branch, params.attention_post_norm)
-    if spec.mlp is None:
-        return hidden, entry, routed
-    x, experts = normed(hidden, params.mlp_norm), config.layer_experts(index)
-    if params.experts is not None and experts is not None:
-        branch, chosen = mixture(config, experts, params.experts, x, rules)
-        if place.mask is not None:
-            routed = routing(chosen, place.mask.reshape(-1))
-    elif params.mlp is not None:
-        branch = mlp(config, params.mlp, x, rules)
-    else:
+    if spec.mlp is not None:
+        branch, routed = _mlp(config, index, params, hidden, place.mask, rules)
+        hidden = add(hidden, branch, params.mlp_post_norm)
+    if params.per_layer is not None and place.inputs is not None:
+        branch = per_layer_update(config, params.per_layer, hidden, place.inputs)
+        hidden = add(hidden, branch, None)
+    if params.scale is not None:
+        hidden = hidden * jax.lax.stop_gradient(params.scale)
+    return hidden, entry, routed
+
+
+def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
+    return x if weight is None else norm(config, x, weight)
+
+
+def _mlp(
+    config: ModelConfig,
+    index: int,
+    params: LayerParams[Array],
+    hidden: Array,
+    mask: Array | None,
+    rules: Rules,
+) -> tuple[Array, Any]:
+    """A dense MLP, experts, or the sum of both; and the statistics of the router."""
+    spec, experts = config.layer(index), config.layer_experts(index)
+    x, total, routed = _normed(config, hidden, params.mlp_norm), None, None
+    if (params.mlp is None) == spec.has("dense") or (
+        (params.experts is None) == spec.has("experts")
+    ):
         raise ValueError(
-            f"layer {index}: has no {spec.mlp} MLP; the parameters do not belong to "
+            f"layer {index}: must have mlp={spec.mlp}; the parameters do not belong to "
             "the config"
         )
-    return add(hidden, branch, params.mlp_post_norm), entry, routed
+    if params.mlp is not None:
+        branch = mlp(config, params.mlp, x, rules)
+        total = _normed(config, branch, params.dense_post_norm)
+    if params.experts is not None and experts is not None:
+        seen = None
+        if experts.scaled_router:
+            seen = unit_norm(config, hidden)
+        if params.experts_norm is not None:
+            x = norm(config, hidden, params.experts_norm)
+        branch, chosen = mixture(config, experts, params.experts, x, rules, seen)
+        branch = _normed(config, branch, params.experts_post_norm)
+        total = branch if total is None else total + branch
+        if mask is not None:
+            routed = routing(chosen, mask.reshape(-1))
+    assert total is not None
+    return total, routed
 
 
 def _mixed(
@@ -384,35 +495,34 @@ def _mixed(
     x: Array,
     place: _Place,
     rules: Rules,
-) -> tuple[Array, LayerCache | StateCache | None]:
-    """Attention or a recurrence."""
+) -> tuple[Array, Entry]:
+    """Attention or a recurrence; and what `_run` keeps of its keys or its state."""
     entry = place.entry
     if params.attention is None:
-        assert not isinstance(entry, LayerCache)
+        assert not isinstance(entry, LayerCache | KeysValues)
         shape = place.positions.shape
         past, kernels = place.past, place.kernels
         return recurrent(config, params, x, shape, past, entry, rules, kernels)
     assert not isinstance(entry, StateCache)
-    spec = config.layer(index)
-    tables = place.tables if spec.window is None else place.local_tables
-    if not spec.rotated:
-        tables = None
     context = Context(
         positions=place.positions,
         ends=place.ends,
         indices=place.indices,
-        tables=tables,
-        window=spec.window,
+        tables=place.tables,
+        window=config.window(index),
         entry=entry,
         kernels=place.kernels,
     )
     if config.latent is None:
-        return grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
-    return latent_attention(
-        config,
-        config.latent,
-        params.attention,  # type: ignore[arg-type]
-        x,
-        context,
-        rules,
-    )
+        branch, entry = grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
+    else:
+        branch, entry = latent_attention(
+            config,
+            config.latent,
+            params.attention,  # type: ignore[arg-type]
+            x,
+            context,
+            rules,
+        )
+    kept = config.lends_keys(index) or isinstance(entry, LayerCache)
+    return branch, entry if kept and config.layer(index).makes_keys else None

@@ -22,8 +22,9 @@ from jaxrl_post.kernels.row_tiles import CountedRows, isolated, map_tiles
 from jaxrl_post.models.attention import (
     Context,
     from_latents,
+    keys_and_values,
     latent_parts,
-    query_key_value,
+    queries,
     to_latents,
     with_gate,
 )
@@ -32,7 +33,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import norm, project
 from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.models.params import LatentAttentionParams, LayerParams
-from jaxrl_post.models.rope import rope_tables
+from jaxrl_post.models.rope import rope_tables, rotation
 from jaxrl_post.types import Array, previous_tokens
 
 __all__ = ["Paths", "exact_attention"]
@@ -257,15 +258,16 @@ def _projected(
     With latent attention, queries, no gates, and entries.
     """
     spec, at, tables = config.layer(index), positions[None], None
-    if spec.rotated:
-        local = spec.window is not None and config.local_rope_theta is not None
-        tables = rope_tables(config, at, local=local)
+    kind = rotation(config, index)
+    if kind is not None:
+        tables = rope_tables(config, at, kind)
     context = Context(at, None, None, tables, spec.window, None)
     x, attention = hidden, params.attention
     if params.attention_norm is not None:
         x = norm(config, x, params.attention_norm)
     if up is None:
-        query, *entries, gate = query_key_value(config, attention, x, context)  # type: ignore[arg-type]
+        query, gate = queries(config, attention, x, context)  # type: ignore[arg-type]
+        entries = keys_and_values(config, attention, x, context)  # type: ignore[arg-type]
     else:
         assert config.latent is not None
         assert isinstance(attention, LatentAttentionParams)

@@ -90,12 +90,20 @@ def route(
 ) -> Chosen:
     """Chooses each token's experts and weights, in float32 for parameters of any dtype.
 
+    Args:
+        experts: the layer's mixture.
+        params: the layer's parameters.
+        x: what the router reads, before its own scale.
+
     References:
         Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups,
         sigmoid scores, a bias on the selection alone).
     """
     wide = lambda array: array.astype(jnp.float32)  # noqa: E731
-    logits = wide(x) @ wide(params.router).T
+    seen = wide(x)
+    if params.router_scale is not None:
+        seen = seen * wide(params.router_scale) * x.shape[-1] ** -0.5
+    logits = seen @ wide(params.router).T
     if params.router_bias is not None:
         logits = logits + wide(params.router_bias)
     if experts.scoring == "sigmoid":
@@ -112,6 +120,8 @@ def route(
     if experts.normalize:
         total = weights.sum(axis=-1, keepdims=True) + experts.normalize_epsilon
         weights = weights / total
+    if params.expert_scale is not None:
+        weights = weights * wide(params.expert_scale)[chosen]
     return Chosen(chosen, weights * experts.scale, logits, scores)
 
 
@@ -192,6 +202,7 @@ def mixture(
     params: ExpertsParams[Array],
     x: Float[Array, "tokens hidden"],
     rules: Rules,
+    routed: Float[Array, "tokens hidden"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Chosen]:
     """Computes a layer's weighted sum of experts, plus the shared MLP, if any.
 
@@ -201,11 +212,12 @@ def mixture(
         params: the layer's parameters.
         x: normalised hidden states.
         rules: mesh axes of tokens and experts, on the mesh of `jax.set_mesh`.
+        routed: what the router reads; None for `x`.
 
     Returns:
         The update of the residual stream, and the chosen experts.
     """
-    chosen = route(experts, params, x)
+    chosen = route(experts, params, x if routed is None else routed)
     inner = x if params.narrow is None else project(x, params.narrow)
     mixed = _experts(config.activation, params, inner, chosen, rules)
     if params.widen is not None:
@@ -224,6 +236,7 @@ def partial_mixture(
     params: ExpertsParams[Array],
     x: Float[Array, "tokens hidden"],
     over_ffn: tuple[str, ...],
+    routed: Float[Array, "tokens hidden"] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """This device's part of the routed experts; the devices' parts must be added.
 
@@ -233,8 +246,9 @@ def partial_mixture(
         params: all experts, with this device's part of their width.
         x: normalised hidden states.
         over_ffn: mesh axes of a `shard_map` that split the width.
+        routed: what the router reads; None for `x`.
     """
-    chosen = route(experts, params, x)
+    chosen = route(experts, params, x if routed is None else routed)
     biases = (params.gate_bias, params.up_bias, params.down_bias)
     weights = (params.gate, params.up, params.down, *biases)
     run = functools.partial(_local, config.activation, (), over_ffn, summed=False)

@@ -29,6 +29,7 @@ __all__ = [
     "scaled",
     "softcap",
     "to_heads",
+    "unit_norm",
 ]
 
 # Constants of GPT-OSS's activation: slope of the sigmoid, and bound of both inputs.
@@ -52,13 +53,24 @@ def norm(
     References:
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     axes = tuple(range(-weight.ndim, 0))
-    variance = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
-    factor = 1.0 + weight if config.norm_plus_one else weight
     epsilon = config.rms_norm_eps if epsilon is None else epsilon
-    scaled = factor * (wide * jax.lax.rsqrt(variance + epsilon))
-    return scaled.astype(x.dtype)
+    weight = weight.astype(jnp.float32)
+    factor = 1.0 + weight if config.norm_plus_one else weight
+    return (factor * _of_unit_size(x, axes, epsilon)).astype(x.dtype)
+
+
+def unit_norm(
+    config: ModelConfig, x: Float[Array, "... width"]
+) -> Float[Array, "... width"]:
+    """RMSNorm over the last dim without a weight, computed in float32."""
+    return _of_unit_size(x, (-1,), config.rms_norm_eps).astype(x.dtype)
+
+
+def _of_unit_size(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
+    wide = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
+    return wide * jax.lax.rsqrt(variance + epsilon)
 
 
 def project(

@@ -68,6 +68,8 @@ INPUT_DIMS = {
     "gate": 1,
     "up": 1,
     "down": 1,
+    "per_layer_gate": 1,
+    "per_layer_output": 1,
     "expert_gate": 1,
     "expert_up": 1,
     "expert_down": 1,
@@ -75,7 +77,7 @@ INPUT_DIMS = {
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PLACE = re.compile(
     r"layers\.\d+\."
-    r"(attention|convolution|delta|mamba|mlp|experts\.shared|experts)\.(\w+)"
+    r"(attention|convolution|delta|mamba|mlp|per_layer|experts\.shared|experts)\.(\w+)"
 )
 
 
@@ -241,8 +243,10 @@ def target_name(path: str) -> str:
     found = PLACE.fullmatch(path)
     if found is None:
         return ""
-    prefix = {"experts": "expert_", "delta": "delta_", "mamba": "mamba_"}
-    return prefix.get(found[1], "") + found[2]
+    prefixes = {"experts": "expert_"} | {
+        name: f"{name}_" for name in ("delta", "mamba", "per_layer")
+    }
+    return prefixes.get(found[1], "") + found[2]
 
 
 def path_name(path: Any) -> str:

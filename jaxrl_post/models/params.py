@@ -16,20 +16,27 @@ from jaxrl_post.models.config import (
     ModelConfig,
 )
 from jaxrl_post.models.recurrences import GatedDelta, Mamba2, ShortConvolution
-from jaxrl_post.models.spec import ParamSpec, is_spec
+from jaxrl_post.models.recurrent_params import (
+    GatedDeltaParams,
+    Mamba2Params,
+    ShortConvolutionParams,
+    convolution_specs,
+    delta_specs,
+    mamba_specs,
+)
+from jaxrl_post.models.spec import ParamSpec, is_spec, matrix, ones, when, zeros
 
 __all__ = [
     "AttentionParams",
     "DecoderParams",
     "ExpertsParams",
-    "GatedDeltaParams",
     "IndexerParams",
     "LatentAttentionParams",
     "LayerParams",
     "MLPParams",
-    "Mamba2Params",
+    "PerLayerInputParams",
+    "PerLayerParams",
     "ProcessHeadParams",
-    "ShortConvolutionParams",
     "param_specs",
 ]
 
@@ -40,8 +47,8 @@ class AttentionParams[Leaf]:
 
     Attributes:
         query: [hidden, heads, head_dim]; with `attention_gate`, twice as many dims.
-        key: [hidden, kv_heads, head_dim].
-        value: [hidden, kv_heads, head_dim].
+        key: [hidden, kv_heads, head_dim]; None if another layer's keys are read.
+        value: [hidden, kv_heads, head_dim]; None then too, or if keys are values.
         output: [heads, head_dim, hidden].
         query_bias: [heads, head_dim], as the queries.
         key_bias: [kv_heads, head_dim].
@@ -53,8 +60,8 @@ class AttentionParams[Leaf]:
     """
 
     query: Leaf
-    key: Leaf
-    value: Leaf
+    key: Leaf | None
+    value: Leaf | None
     output: Leaf
     query_bias: Leaf | None = None
     key_bias: Leaf | None = None
@@ -118,111 +125,6 @@ class LatentAttentionParams[Leaf]:
 
 
 @struct.dataclass
-class ShortConvolutionParams[Leaf]:
-    """A gated short convolution.
-
-    Attributes:
-        input_gate: [hidden, channels], to B.
-        output_gate: [hidden, channels], to C.
-        inputs: [hidden, channels], to x.
-        kernel: [kernel, channels], the weights of the sums, the oldest token's first.
-        outputs: [channels, hidden].
-        input_gate_bias: [channels].
-        output_gate_bias: [channels].
-        inputs_bias: [channels].
-        kernel_bias: [channels].
-        outputs_bias: [hidden].
-    """
-
-    input_gate: Leaf
-    output_gate: Leaf
-    inputs: Leaf
-    kernel: Leaf
-    outputs: Leaf
-    input_gate_bias: Leaf | None = None
-    output_gate_bias: Leaf | None = None
-    inputs_bias: Leaf | None = None
-    kernel_bias: Leaf | None = None
-    outputs_bias: Leaf | None = None
-
-
-@struct.dataclass
-class GatedDeltaParams[Leaf]:
-    """A gated delta net.
-
-    Attributes:
-        query: [hidden, key_heads, key_dim].
-        key: [hidden, key_heads, key_dim].
-        value: [hidden, heads, value_dim].
-        output_gate: [hidden, heads, value_dim].
-        beta: [hidden, heads], to the part of a value that is replaced.
-        decay: [hidden, heads], to the step of the decay.
-        query_kernel: [kernel, key_heads, key_dim], the oldest token's weights first.
-        key_kernel: as the queries'.
-        value_kernel: [kernel, heads, value_dim].
-        rate: [heads], logarithm of the rate of decay.
-        step_bias: [heads].
-        norm: [value_dim], which the norm multiplies by.
-        output: [heads, value_dim, hidden].
-    """
-
-    query: Leaf
-    key: Leaf
-    value: Leaf
-    output_gate: Leaf
-    beta: Leaf
-    decay: Leaf
-    query_kernel: Leaf
-    key_kernel: Leaf
-    value_kernel: Leaf
-    rate: Leaf
-    step_bias: Leaf
-    norm: Leaf
-    output: Leaf
-
-
-@struct.dataclass
-class Mamba2Params[Leaf]:
-    """A layer of Mamba-2.
-
-    Attributes:
-        query: [hidden, key_heads, key_dim].
-        key: [hidden, key_heads, key_dim].
-        value: [hidden, heads, value_dim].
-        output_gate: [hidden, heads, value_dim].
-        step: [hidden, heads].
-        query_kernel: [kernel, key_heads, key_dim], the oldest token's weights first.
-        key_kernel: as the queries'.
-        value_kernel: [kernel, heads, value_dim].
-        rate: [heads], logarithm of the rate of decay.
-        step_bias: [heads].
-        skip: [heads], factor of the values in the output.
-        norm: [heads, value_dim].
-        output: [heads, value_dim, hidden].
-        query_kernel_bias: [key_heads, key_dim].
-        key_kernel_bias: [key_heads, key_dim].
-        value_kernel_bias: [heads, value_dim].
-    """
-
-    query: Leaf
-    key: Leaf
-    value: Leaf
-    output_gate: Leaf
-    step: Leaf
-    query_kernel: Leaf
-    key_kernel: Leaf
-    value_kernel: Leaf
-    rate: Leaf
-    step_bias: Leaf
-    skip: Leaf
-    norm: Leaf
-    output: Leaf
-    query_kernel_bias: Leaf | None = None
-    key_kernel_bias: Leaf | None = None
-    value_kernel_bias: Leaf | None = None
-
-
-@struct.dataclass
 class MLPParams[Leaf]:
     """MLP: gate and up [hidden, ffn], down [ffn, hidden], optional biases.
 
@@ -256,6 +158,8 @@ class ExpertsParams[Leaf]:
         narrow: [hidden, latent_size], before the experts, whose matrices then have
             `latent_size` in place of hidden.
         widen: [latent_size, hidden], after them.
+        router_scale: [hidden], factor of the router's input.
+        expert_scale: [experts], factor of the experts' weights.
     """
 
     router: Leaf
@@ -271,6 +175,38 @@ class ExpertsParams[Leaf]:
     shared_gate: Leaf | None = None
     narrow: Leaf | None = None
     widen: Leaf | None = None
+    router_scale: Leaf | None = None
+    expert_scale: Leaf | None = None
+
+
+@struct.dataclass
+class PerLayerInputParams[Leaf]:
+    """The end of a layer that reads the layer's embeddings of tokens.
+
+    Attributes:
+        gate: [hidden, size].
+        output: [size, hidden].
+        norm: [hidden], norm of its output.
+    """
+
+    gate: Leaf
+    output: Leaf
+    norm: Leaf
+
+
+@struct.dataclass
+class PerLayerParams[Leaf]:
+    """The embeddings of tokens for all layers; see `PerLayerEmbedding`.
+
+    Attributes:
+        embedding: [vocab, layers * size].
+        projection: [hidden, layers * size], of the token's embedding.
+        norm: [size], norm of what is projected.
+    """
+
+    embedding: Leaf
+    projection: Leaf
+    norm: Leaf
 
 
 @struct.dataclass
@@ -288,6 +224,11 @@ class LayerParams[Leaf]:
         attention_post_norm: norm of its output.
         mlp_norm: norm of the MLP's input.
         mlp_post_norm: norm of the MLP's output.
+        dense_post_norm: norm of the dense MLP's output, where there are experts too.
+        experts_norm: norm of the experts' input there.
+        experts_post_norm: norm of the experts' output there.
+        per_layer: None for a model without embeddings for every layer.
+        scale: [1], factor of the layer's output, without a gradient.
     """
 
     attention: AttentionParams[Leaf] | LatentAttentionParams[Leaf] | None = None
@@ -300,6 +241,11 @@ class LayerParams[Leaf]:
     attention_post_norm: Leaf | None = None
     mlp_norm: Leaf | None = None
     mlp_post_norm: Leaf | None = None
+    dense_post_norm: Leaf | None = None
+    experts_norm: Leaf | None = None
+    experts_post_norm: Leaf | None = None
+    per_layer: PerLayerInputParams[Leaf] | None = None
+    scale: Leaf | None = None
 
 
 @struct.dataclass
@@ -321,6 +267,7 @@ class DecoderParams[Leaf]:
         unembedding: [vocab, hidden]; None for tied embeddings or no logits.
         value_head: [1, hidden], or None if the model predicts no value.
         process_head: head of a process reward model, or None.
+        per_layer: embeddings of tokens for every layer, or None.
     """
 
     embedding: Leaf
@@ -329,11 +276,7 @@ class DecoderParams[Leaf]:
     unembedding: Leaf | None = None
     value_head: Leaf | None = None
     process_head: ProcessHeadParams[Leaf] | None = None
-
-
-matrix = ParamSpec
-ones = functools.partial(ParamSpec, init="ones")
-zeros = functools.partial(ParamSpec, init="zeros")
+    per_layer: PerLayerParams[Leaf] | None = None
 
 
 def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
@@ -350,14 +293,10 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
             zeros((1, config.hidden_size), ("value", "embed"), decay=True),
         ),
         process_head=_process_head(config) if config.head == "process" else None,
+        per_layer=_per_layer(config),
     )
     scaled = functools.partial(dataclasses.replace, scale=config.initializer_range)
     return jax.tree.map(scaled, specs, is_leaf=is_spec)
-
-
-def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
-    """Returns the spec if the family has this part, else None."""
-    return spec if wanted else None
 
 
 def _process_head(config: ModelConfig) -> ProcessHeadParams[ParamSpec]:
@@ -378,20 +317,51 @@ def _layer(config: ModelConfig, layer: int) -> LayerParams[ParamSpec]:
     after = config.norm_placement in ("after", "both")
     kind, spec = config.recurrent(layer), config.layer(layer)
     mixes, ends = spec.mixer is not None, spec.mlp is not None
-    dense = spec.mlp == "dense"
+    both, width = spec.mlp == "both", spec.mlp_multiple * config.intermediate_size
     return LayerParams(
         attention=_mixing(config, layer) if spec.mixer == "attention" else None,
         convolution=(
-            _convolution(config, kind) if isinstance(kind, ShortConvolution) else None
+            convolution_specs(config, kind)
+            if isinstance(kind, ShortConvolution)
+            else None
         ),
-        delta=_delta(config, kind) if isinstance(kind, GatedDelta) else None,
-        mamba=_mamba(config, kind) if isinstance(kind, Mamba2) else None,
-        mlp=_mlp(config, config.intermediate_size) if dense else None,
+        delta=delta_specs(config, kind) if isinstance(kind, GatedDelta) else None,
+        mamba=mamba_specs(config, kind) if isinstance(kind, Mamba2) else None,
+        mlp=_mlp(config, width) if spec.has("dense") else None,
         experts=None if experts is None else _experts(config, experts),
         attention_norm=when(before and mixes, norm),
         attention_post_norm=when(after and mixes, norm),
         mlp_norm=when(before and ends, norm),
         mlp_post_norm=when(after and ends, norm),
+        dense_post_norm=when(both, norm),
+        experts_norm=when(both, norm),
+        experts_post_norm=when(both, norm),
+        per_layer=_per_layer_input(config),
+        # A checkpoint's constant, which no optimizer changes.
+        scale=when(config.layer_scale, ones((1,), ("value",), decay=False)),
+    )
+
+
+def _per_layer(config: ModelConfig) -> PerLayerParams[ParamSpec] | None:
+    if config.per_layer is None:
+        return None
+    rows, size = config.per_layer.vocab_size, config.per_layer.size
+    width = config.num_layers * size
+    return PerLayerParams(
+        embedding=matrix((rows, width), ("vocab", "embed")),
+        projection=matrix((config.hidden_size, width), ("embed", "rank")),
+        norm=_norm(config, size),
+    )
+
+
+def _per_layer_input(config: ModelConfig) -> PerLayerInputParams[ParamSpec] | None:
+    if config.per_layer is None:
+        return None
+    hidden, size = config.hidden_size, config.per_layer.size
+    return PerLayerInputParams(
+        gate=matrix((hidden, size), ("embed", "rank")),
+        output=matrix((size, hidden), ("rank", "embed")),
+        norm=_norm(config, hidden),
     )
 
 
@@ -399,101 +369,41 @@ def _mixing(
     config: ModelConfig, layer: int
 ) -> AttentionParams[ParamSpec] | LatentAttentionParams[ParamSpec]:
     latent = config.latent
-    return _attention(config) if latent is None else _latent(config, latent, layer)
-
-
-def _convolution(
-    config: ModelConfig, convolution: ShortConvolution
-) -> ShortConvolutionParams[ParamSpec]:
-    # There are as many channels as hidden dims, but a mesh splits them as it splits an
-    # MLP's.
-    hidden, into = config.hidden_size, ("embed", "channels")
-    bias = when(convolution.bias, zeros((hidden,), ("channels",)))
-    return ShortConvolutionParams(
-        input_gate=matrix((hidden, hidden), into),
-        output_gate=matrix((hidden, hidden), into),
-        inputs=matrix((hidden, hidden), into),
-        kernel=matrix((convolution.kernel, hidden), ("kernel", "channels")),
-        outputs=matrix((hidden, hidden), ("channels", "embed")),
-        input_gate_bias=bias,
-        output_gate_bias=bias,
-        inputs_bias=bias,
-        kernel_bias=bias,
-        outputs_bias=when(convolution.bias, zeros((hidden,), ("norm",))),
+    return (
+        _attention(config, layer) if latent is None else _latent(config, latent, layer)
     )
 
 
-def _delta(config: ModelConfig, delta: GatedDelta) -> GatedDeltaParams[ParamSpec]:
-    hidden, head_axes = config.hidden_size, ("heads", "head_dim")
-    by_key = delta.key_heads, delta.key_dim
-    by_value = delta.value_heads, delta.value_dim
-    into, of_kernel = ("embed", *head_axes), ("kernel", *head_axes)
-    each = (delta.value_heads,)
-    return GatedDeltaParams(
-        query=matrix((hidden, *by_key), into),
-        key=matrix((hidden, *by_key), into),
-        value=matrix((hidden, *by_value), into),
-        output_gate=matrix((hidden, *by_value), into),
-        beta=matrix((hidden, *each), ("embed", "heads")),
-        decay=matrix((hidden, *each), ("embed", "heads")),
-        query_kernel=matrix((delta.kernel, *by_key), of_kernel),
-        key_kernel=matrix((delta.kernel, *by_key), of_kernel),
-        value_kernel=matrix((delta.kernel, *by_value), of_kernel),
-        rate=ParamSpec(each, ("heads",), init="decay_rate", wide=True),
-        step_bias=ParamSpec(each, ("heads",), init="decay_step", wide=True),
-        norm=ones((delta.value_dim,), ("head_dim",)),
-        output=matrix((*by_value, hidden), (*head_axes, "embed")),
-    )
-
-
-def _mamba(config: ModelConfig, kind: Mamba2) -> Mamba2Params[ParamSpec]:
-    hidden, head_axes = config.hidden_size, ("heads", "head_dim")
-    by_key = kind.key_heads, kind.key_dim
-    by_value = kind.value_heads, kind.value_dim
-    into, of_kernel = ("embed", *head_axes), ("kernel", *head_axes)
-    each, bias = (kind.value_heads,), kind.kernel_bias
-    return Mamba2Params(
-        query=matrix((hidden, *by_key), into),
-        key=matrix((hidden, *by_key), into),
-        value=matrix((hidden, *by_value), into),
-        output_gate=matrix((hidden, *by_value), into),
-        step=matrix((hidden, *each), ("embed", "heads")),
-        query_kernel=matrix((kind.kernel, *by_key), of_kernel),
-        key_kernel=matrix((kind.kernel, *by_key), of_kernel),
-        value_kernel=matrix((kind.kernel, *by_value), of_kernel),
-        rate=ParamSpec(each, ("heads",), init="decay_rate", wide=True),
-        step_bias=ParamSpec(each, ("heads",), init="decay_step", wide=True),
-        skip=ones(each, ("heads",), wide=True),
-        norm=ones(by_value, head_axes),
-        output=matrix((*by_value, hidden), (*head_axes, "embed")),
-        query_kernel_bias=when(bias, zeros(by_key, head_axes)),
-        key_kernel_bias=when(bias, zeros(by_key, head_axes)),
-        value_kernel_bias=when(bias, zeros(by_value, head_axes)),
-    )
-
-
-def _attention(config: ModelConfig) -> AttentionParams[ParamSpec]:
-    hidden, dim = config.hidden_size, config.head_dim
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+def _attention(config: ModelConfig, layer: int) -> AttentionParams[ParamSpec]:
+    own, makes = config.heads(layer), config.layer(layer).makes_keys
+    hidden, dim = config.hidden_size, own.head_dim
+    heads, kv_heads = config.num_heads, own.num_kv_heads
     head_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
     asked = 2 * dim if config.attention_gate else dim
+    values = makes and not own.keys_as_values
 
     def head_norm(count: int, axes: tuple[str, str]) -> ParamSpec | None:
         if config.qk_norm == "joint":
             return ones((count, dim), axes)
         return when(config.qk_norm == "head", _norm(config, dim, "head_dim"))
 
+    def entries(wanted: bool) -> ParamSpec | None:
+        return when(wanted, matrix((hidden, kv_heads, dim), ("embed", *kv_axes)))
+
+    def bias(wanted: bool, count: int, width: int, axes: tuple) -> ParamSpec | None:
+        return when(config.qkv_bias and wanted, zeros((count, width), axes))
+
     return AttentionParams(
         query=matrix((hidden, heads, asked), ("embed", *head_axes)),
-        key=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
-        value=matrix((hidden, kv_heads, dim), ("embed", *kv_axes)),
+        key=entries(makes),
+        value=entries(values),
         output=matrix((heads, dim, hidden), (*head_axes, "embed")),
-        query_bias=when(config.qkv_bias, zeros((heads, asked), head_axes)),
-        key_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
-        value_bias=when(config.qkv_bias, zeros((kv_heads, dim), kv_axes)),
+        query_bias=bias(True, heads, asked, head_axes),
+        key_bias=bias(makes, kv_heads, dim, kv_axes),
+        value_bias=bias(values, kv_heads, dim, kv_axes),
         output_bias=when(config.output_bias, zeros((hidden,), ("norm",))),
         query_norm=head_norm(heads, head_axes),
-        key_norm=head_norm(kv_heads, kv_axes),
+        key_norm=head_norm(kv_heads, kv_axes) if makes else None,
         sinks=when(config.sinks, zeros((heads,), ("heads",))),
     )
 
@@ -585,4 +495,6 @@ def _experts(
         shared_gate=when(experts.shared_gate, matrix((1, hidden), ("value", "embed"))),
         narrow=when(latent > 0, matrix((hidden, latent), ("embed", "rank"))),
         widen=when(latent > 0, matrix((latent, hidden), ("rank", "embed"))),
+        router_scale=when(experts.scaled_router, ones((hidden,), ("norm",))),
+        expert_scale=when(experts.scaled_router, ones((count,), ("router",))),
     )

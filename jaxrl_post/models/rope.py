@@ -1,37 +1,65 @@
 """Rotary position embeddings and their scaling kinds."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_post.models.config import ModelConfig, RopeScaling
+from jaxrl_post.models.config import HeadSpec, ModelConfig, RopeScaling
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["apply_rope", "rope_tables", "yarn_mscale"]
+__all__ = [
+    "Rotation",
+    "apply_rope",
+    "layer_tables",
+    "rope_tables",
+    "rotation",
+    "yarn_mscale",
+]
+
+
+class Rotation(NamedTuple):
+    """What the tables of a layer depend on, besides the config.
+
+    Attributes:
+        local: whether the base is that of layers with a window.
+        heads: the heads of the layer, if they are its own.
+    """
+
+    local: bool = False
+    heads: HeadSpec | None = None
+
+
+DEFAULT_ROTATION = Rotation()
 
 
 def rope_tables(
     config: ModelConfig,
     positions: Int[Array, "*batch length"],
-    *,
-    local: bool = False,
+    kind: Rotation = DEFAULT_ROTATION,
 ) -> tuple[Float[Array, "*batch length half"], Float[Array, "*batch length half"]]:
     """Computes cosines and sines of every position's rotary angles, float32.
 
     Args:
         config: gives the rotated width, base and scaling.
         positions: int32 positions; a row's length can change its scaling.
-        local: whether to use the rotary base of layers with a window, if any.
+        kind: the rotation of a layer. Heads of the layer's own have an angle for each
+            pair of dims, which is 0 for those that do not rotate.
 
     References:
         Su et al., RoFormer, arXiv:2104.09864.
     """
     scaling = config.rope_scaling
     base = config.rope_theta
-    if local and config.local_rope_theta is not None:
+    if kind.local and config.local_rope_theta is not None:
         scaling, base = None, config.local_rope_theta
-    plain = base ** -_exponents(config)
+    heads = kind.heads
+    plain = base ** -_exponents(
+        config.rotated_dims if heads is None else heads.head_dim
+    )
+    if heads is not None:
+        plain[heads.rotated_pairs :] = 0.0
     places = positions[..., None].astype(jnp.float32)
     scale = 1.0
     if scaling is None:
@@ -77,8 +105,31 @@ def apply_rope(
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def _exponents(config: ModelConfig) -> np.ndarray:
-    return np.arange(0, config.rotated_dims, 2, dtype=np.float64) / config.rotated_dims
+def layer_tables(
+    config: ModelConfig, positions: Int[Array, "*batch length"]
+) -> tuple[tuple[Array, Array] | None, ...]:
+    """The tables of all layers, as of `rope_tables`; None where nothing rotates."""
+    made: dict[Rotation, tuple[Array, Array]] = {}
+    found = []
+    for index in range(config.num_layers):
+        kind = rotation(config, index)
+        if kind is not None and kind not in made:
+            made[kind] = rope_tables(config, positions, kind)
+        found.append(None if kind is None else made[kind])
+    return tuple(found)
+
+
+def rotation(config: ModelConfig, index: int) -> Rotation | None:
+    """The rotation of a layer; None if it has no rotary embedding."""
+    spec = config.layer(index)
+    if spec.mixer != "attention" or not spec.rotated:
+        return None
+    local = spec.window is not None and config.local_rope_theta is not None
+    return Rotation(local, spec.heads)
+
+
+def _exponents(dims: int) -> np.ndarray:
+    return np.arange(0, dims, 2, dtype=np.float64) / dims
 
 
 def _fixed(
@@ -151,7 +202,7 @@ def _dynamic(
     growth = 1 + scaling.factor * (length - original) / original
     dim = config.rotated_dims
     base = config.rope_theta * growth ** (dim / (dim - 2))
-    exponents = jnp.asarray(_exponents(config).astype(np.float32))
+    exponents = jnp.asarray(_exponents(dim).astype(np.float32))
     return (base[..., None] ** -exponents)[..., None, :]
 
 

@@ -15,7 +15,18 @@ from jax.typing import DTypeLike
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array, PyTree
 
-__all__ = ["ParamSpec", "abstract", "copied", "initialize", "is_abstract", "is_spec"]
+__all__ = [
+    "ParamSpec",
+    "abstract",
+    "copied",
+    "initialize",
+    "is_abstract",
+    "is_spec",
+    "matrix",
+    "ones",
+    "when",
+    "zeros",
+]
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,16 @@ class ParamSpec:
     def dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Returns the parameter's dtype in a model of `dtype`."""
         return jnp.float32 if self.wide else dtype
+
+
+matrix = ParamSpec
+ones = functools.partial(ParamSpec, init="ones")
+zeros = functools.partial(ParamSpec, init="zeros")
+
+
+def when(wanted: bool, spec: ParamSpec) -> ParamSpec | None:
+    """Returns the spec if the family has this part, else None."""
+    return spec if wanted else None
 
 
 def is_spec(leaf: Any) -> bool:

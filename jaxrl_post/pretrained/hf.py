@@ -340,7 +340,8 @@ def _check(
         head = family.weights[UNEMBEDDING]
         spare = {head.name, *head.also}
     layers = config.num_layers, further_layers
-    beside = [name for name in tensors if matches(family.ignored, name, *layers)]
+    ignored = *family.ignored, *family.unused(config)
+    beside = [name for name in tensors if matches(ignored, name, *layers)]
     if beside:
         logger.warning(
             "%s: %s: not part of the policy, such as layers for multi-token "
@@ -351,7 +352,7 @@ def _check(
         )
 
     def harmless(name: str) -> bool:
-        return name in spare or matches((HARMLESS, *family.ignored), name, *layers)
+        return name in spare or matches((HARMLESS, *ignored), name, *layers)
 
     flat = itertools.chain.from_iterable(entries.values())
     check_tensors(tensors, flat, harmless, directory / CONFIG_FILE)

@@ -48,7 +48,7 @@ class Pages:
 
     Attributes:
         keys: [pages, kv_heads, PAGE, head_dim] for every layer; None for a layer with a
-            state.
+            state, or that reads another's keys.
         values: like the keys, but of any width.
         states: as `KVCache.states`, in slots.
     """
@@ -208,7 +208,7 @@ def read_paths(
     if shared is not None:
         arrays += shared.pages, shared.starts, shared.counts, shared.places
     specs = (True, *(False for _ in arrays))
-    local = _on_parts(config, pages.keys, count, rules, specs)(read)
+    local = _on_parts(pages.keys, count, rules, specs)(read)
     return KVCache(
         *jax.tree.map(lambda leaf: local(leaf, *arrays), (pages.keys, pages.values))
     )
@@ -237,7 +237,7 @@ def own_entries(
         )(path, starts)
 
     specs = (True, False)
-    local = _on_parts(config, view.keys, starts.shape[0], rules, specs)(cut)
+    local = _on_parts(view.keys, starts.shape[0], rules, specs)(cut)
     return KVCache(
         *jax.tree.map(lambda leaf: local(leaf, starts), (view.keys, view.values))
     )
@@ -290,7 +290,7 @@ def read_pages(
         return found.reshape(rows, heads, count * PAGE, dim)
 
     specs = (True, False, False)
-    local = _on_parts(config, layers, ids.shape[0], rules, specs)(read)
+    local = _on_parts(layers, ids.shape[0], rules, specs)(read)
     return jax.tree.map(lambda leaf: local(leaf, ids, filled), layers)
 
 
@@ -328,7 +328,7 @@ def write_pages(
 
     ids = jnp.asarray(ids)
     specs = (True, True, False, False)
-    local = _on_parts(config, pages.keys, ids.shape[0], rules, specs)(write)
+    local = _on_parts(pages.keys, ids.shape[0], rules, specs)(write)
     keys, values = jax.tree.map(
         lambda old, new: local(old, new, ids, first),
         (pages.keys, pages.values),
@@ -338,7 +338,6 @@ def write_pages(
 
 
 def _on_parts(
-    config: ModelConfig,
     layers: tuple[Entries | None, ...],
     rows: int,
     rules: Rules,
@@ -347,23 +346,32 @@ def _on_parts(
     """Lets each part of a mesh work on its own pages and rows, by local page numbers.
 
     Args:
-        config: of the model.
         layers: pages, or entries of rows.
         rows: number of rows.
         rules: logical axis to mesh axes.
-        has_heads: for each argument, whether its second dimension is kv_heads.
+        has_heads: for each argument, whether its second dimension is kv_heads. The
+            first has it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return lambda function: function
     pages = jax.tree.leaves(layers)[0].shape[0]
     batch = dividing_axes("batch", pages, mesh, rules) or None
-    heads = dividing_axes("kv_heads", config.cache_shape[0], mesh, rules) or None
     assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
-    specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)
-    return lambda function: jax.shard_map(
-        function, in_specs=specs, out_specs=P(batch, heads), check_vma=False
-    )
+
+    def on_parts(function: Callable[..., Array]) -> Callable[..., Array]:
+        def run(entries: Array, *arguments: Any) -> Array:
+            # Layers may have other numbers of heads.
+            heads = dividing_axes("kv_heads", entries.shape[1], mesh, rules) or None
+            specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)
+            local = jax.shard_map(
+                function, in_specs=specs, out_specs=P(batch, heads), check_vma=False
+            )
+            return local(entries, *arguments)
+
+        return run
+
+    return on_parts
 
 
 def _on_state_parts(

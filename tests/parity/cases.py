@@ -291,6 +291,56 @@ GEMMA = {
     ),
 }  # fmt: skip
 
+PROPORTIONAL = by_layer_type(
+    rope("proportional", partial_rotary_factor=0.25), rope("default", theta=20.0)
+)
+# All layers but the first of each kind read the keys of that one.
+GEMMA4_SHARED = {
+    **TINY, "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16,
+    "sliding_window": 5, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 80,
+    "final_logit_softcapping": 20.0,
+}  # fmt: skip
+GEMMA4_EXPERTS = {
+    **TINY, "num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16,
+    "sliding_window": 6, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 72,
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+}  # fmt: skip
+
+GEMMA4 = {
+    "gemma4_text": Case("gemma4_text", GEMMA4_SHARED, PROPORTIONAL),
+    "gemma4_text_experts": Case("gemma4_text", GEMMA4_EXPERTS, PROPORTIONAL),
+    "gemma4_text_every_part": Case(
+        "gemma4_text",
+        {**GEMMA4_EXPERTS, **GEMMA4_SHARED, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": False, "attention_bias": True,
+         "tie_word_embeddings": False, "final_logit_softcapping": 2.5},
+        by_layer_type(
+            rope("proportional", partial_rotary_factor=0.5, factor=4.0),
+            rope("default", theta=20.0),
+        ),
+    ),
+    "gemma4_text_one_size": Case(
+        "gemma4_text",
+        {**GEMMA4_SHARED, "num_hidden_layers": 2, "num_kv_shared_layers": 0,
+         "layer_types": None, "global_head_dim": 8, "final_logit_softcapping": None},
+        by_layer_type(rope("default"), rope("default", theta=20.0)),
+    ),
+    "gemma4": Case("gemma4", {**GEMMA4_SHARED, "pad_token_id": 0}, PROPORTIONAL),
+    "gemma4_unified": Case(
+        "gemma4_unified",
+        {key: value for key, value in GEMMA4_EXPERTS.items()
+         if key not in ("enable_moe_block", "num_experts", "top_k_experts",
+                        "moe_intermediate_size", "hidden_size_per_layer_input",
+                        "vocab_size_per_layer_input")} | {"pad_token_id": 0},
+        PROPORTIONAL,
+    ),
+}  # fmt: skip
+
 PHI = {
     "phi3_window": Case(
         "phi3", {**TINY, "sliding_window": 6}, rope("default"), old_keys=True
@@ -760,5 +810,6 @@ SEEING = {
 }  # fmt: skip
 
 CASES = {
-    **LLAMA, **QWEN, **GEMMA, **PHI, **OLMO, **EXPERTS, **KIN, **STATES, **SEEING,
+    **LLAMA, **QWEN, **GEMMA, **GEMMA4, **PHI, **OLMO, **EXPERTS, **KIN, **STATES,
+    **SEEING,
 }  # fmt: skip

@@ -108,6 +108,34 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 71,
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "vision_config": {
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+        },
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {
+            "vision_config": {
+                "patch_size": 4,
+                "mm_embed_dim": SMALL["hidden_size"],
+                "mm_posemb_size": 16,
+                "output_proj_dims": SMALL["hidden_size"],
+            },
+            "audio_config": None,
+        },
+    ),
     "kimi_k25": (
         "deepseek_v3",
         {
@@ -189,6 +217,7 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
     model = loader(case).from_config(configure(case))
     # Their norms multiply by 1 + weight, but for the gated ones of delta nets.
     centred = case.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))
+    centred = centred and not case.model_type.startswith("gemma4")
     # Buffers that are saved steer the choice of experts, and are float32 in files.
     buffers = {
         name: buffer
@@ -205,7 +234,7 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
                 values -= 1
             parameter.copy_(torch.from_numpy(values))
         drawn = {
-            name: 0.2 * rng.standard_normal(tuple(buffer.shape)).astype(np.float32)
+            name: draw_buffer(name, tuple(buffer.shape), rng)
             for name, buffer in buffers.items()
         }
     model.to(getattr(torch, case.dtype))
@@ -214,7 +243,10 @@ def write_checkpoint(folder: Path, case: Case, rng: np.random.Generator) -> None
             module.float()
     for name, values in drawn.items():
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.from_numpy(values))
+        kept = torch.from_numpy(values)
+        if leaf == "layer_scalar":
+            kept = kept.to(getattr(torch, case.dtype))
+        setattr(model.get_submodule(owner), leaf, kept)
     model.save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if case.model_type == "qwen3_vl_moe" and case.old_keys:
@@ -275,6 +307,15 @@ def draw(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndar
         # Keys that are nearly 0 would be noise when they have length 1.
         scale = 1.0 if name.endswith("linear_attn.conv1d.weight") else 0.3
     return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+def draw_buffer(
+    name: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
+    """Draws the values of a buffer that is saved."""
+    if name.endswith("layer_scalar"):
+        return rng.uniform(0.5, 1.5, shape).astype(np.float32)
+    return 0.2 * rng.standard_normal(shape).astype(np.float32)
 
 
 def as_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from jaxrl_post.sharding import create_mesh
 TOLERANCE = 1e-4
 # These are models of another family, or have one inside.
 SEEING = {
-    "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
-    "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    "gemma3", "gemma4", "gemma4_unified", "kimi_k2", "kimi_k25", "mistral3",
+    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
 
 
@@ -139,6 +139,8 @@ def test_padding_on_the_left_changes_nothing(checkpoint):
     "qwen2_sliding_from_layer_1",
     "qwen3_sliding_layer_0",
     "qwen3",
+    "gemma4_text",
+    "gemma4_text_every_part",
 )
 def test_prefill_and_decode_equal_one_forward(folder):
     case = at_fixed_rotation(load(folder))

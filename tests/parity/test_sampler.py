@@ -18,12 +18,12 @@ from jaxrl_post.pretrained import families as registry
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 # Families whose caches differ: windows, local and long rotations, latents, sinks,
-# layers without rotation, experts, states. The other families' caches hold no more than
+# layers without rotation, experts, states, shared keys. The other families' caches hold no more than
 # these, and test_logits.py compares their forward passes.
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss", "lfm2",
-    "qwen3_5_text", "nemotron_h",
+    "qwen3_5_text", "nemotron_h", "gemma4_text",
 }  # fmt: skip
 FAMILIES = (
     "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_sliding_from_layer_1",
@@ -32,12 +32,13 @@ FAMILIES = (
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_groups", "deepseek_v3",
     "gpt_oss", "ministral3", "youtu", "lfm2", "lfm2_biases_untied", "lfm2_moe",
     "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
-    "nemotron_h_released",
+    "nemotron_h_released", "gemma4_text", "gemma4_text_experts",
+    "gemma4_text_every_part",
 )  # fmt: skip
 # These are models of another family, or have one inside.
 SEEING = {
-    "gemma3", "kimi_k2", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl",
-    "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    "gemma3", "gemma4", "gemma4_unified", "kimi_k2", "kimi_k25", "mistral3",
+    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
@@ -92,5 +93,5 @@ def test_every_family_has_a_case():
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
         "ministral3", "youtu", "lfm2", "lfm2_moe", "minimax_m2", "qwen3_5_text",
-        "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
+        "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "gemma4_text",
     }  # fmt: skip

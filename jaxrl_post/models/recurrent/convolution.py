@@ -13,7 +13,8 @@ from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import add_bias, norm, project
-from jaxrl_post.models.params import LayerParams, ShortConvolutionParams
+from jaxrl_post.models.params import LayerParams
+from jaxrl_post.models.recurrent_params import ShortConvolutionParams
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int, previous_tokens
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxrl_post.kernels.linear_attention import LinearInputs
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import project
-from jaxrl_post.models.params import GatedDeltaParams
 from jaxrl_post.models.recurrent.linear import Linear, Seen, convolved
+from jaxrl_post.models.recurrent_params import GatedDeltaParams
 from jaxrl_post.types import Array
 
 __all__ = ["DELTA"]

@@ -26,8 +26,8 @@ from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import LinearState, StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import norm, to_heads
-from jaxrl_post.models.params import GatedDeltaParams, Mamba2Params
 from jaxrl_post.models.recurrent.convolution import inputs_before, weighted_sum
+from jaxrl_post.models.recurrent_params import GatedDeltaParams, Mamba2Params
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 

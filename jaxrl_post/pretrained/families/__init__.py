@@ -9,6 +9,7 @@ from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import (
     deepseek,
     gemma,
+    gemma4,
     glm,
     gpt_oss,
     lfm2,
@@ -57,6 +58,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": gemma.GEMMA2,
     "gemma3": gemma.GEMMA3,
     "gemma3_text": gemma.GEMMA3,
+    "gemma4": replace(gemma4.GEMMA4, text_model=vision.gemma4_text),
+    "gemma4_text": gemma4.GEMMA4,
+    "gemma4_unified": replace(gemma4.GEMMA4, text_model=vision.gemma4_unified_text),
     "phi3": phi.PHI3,
     "olmo2": olmo.OLMO2,
     "olmo3": olmo.OLMO3,

@@ -42,6 +42,8 @@ class Family:
             of the family; they are left unread with a warning.
         ignored: patterns of tensors that are left unread; `*` matches any text and `+`
             the number of a layer after the model's own layers.
+        unused: patterns of tensors that released files have and a model of a config
+            lacks; they are left unread like `ignored`.
         carried: of `ignored`, those that are saved as they were in `save`'s source.
     """
 
@@ -60,6 +62,7 @@ class Family:
     experts_module: str = "mlp.experts"
     vision: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unused: Callable[[ModelConfig], tuple[str, ...]] = lambda _: ()
     carried: tuple[str, ...] = ()
 
     def config_from_hf(self, raw: Json) -> ModelConfig:

@@ -25,7 +25,7 @@ from jaxrl_post.pretrained.hf_values import (
 )
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
+__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "SCALED", "TANH", "WEIGHTS"]
 
 WEIGHTS: Mapping[str, Weight] = {
     **qwen.WEIGHTS,

@@ -14,6 +14,8 @@ from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.hf_values import Json, flag, section
 
 __all__ = [
+    "gemma4_text",
+    "gemma4_unified_text",
     "kimi_text",
     "mistral3_text",
     "qwen2_5_text",
@@ -56,6 +58,7 @@ QWEN2_5 = {
     "rope_theta": 1e6,
     "max_window_layers": 80,
 }
+GEMMA4_UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262144}
 FULL = {"use_sliding_window": False, "layer_types": None}
 MISTRAL = ("mistral", "ministral", "ministral3")
 DEEPSEEK = "deepseek_v3"
@@ -114,6 +117,25 @@ def qwen3_5_text(raw: Json) -> Json:
     return {**_text(raw), "model_type": family, **_tied(raw)}
 
 
+def gemma4_text(raw: Json) -> Json:
+    """Returns the config.json of Gemma 4's text model.
+
+    Raises:
+        CheckpointError: text_config is missing.
+    """
+    return {**_text(raw), "model_type": "gemma4_text", **_tied(raw, default=True)}
+
+
+def gemma4_unified_text(raw: Json) -> Json:
+    """Returns the config.json of the text model of Gemma 4 12B, a plain Gemma 4.
+
+    Raises:
+        CheckpointError: text_config is missing.
+    """
+    fixed = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    return {**GEMMA4_UNIFIED, **gemma4_text(raw), **fixed}
+
+
 def mistral3_text(raw: Json) -> Json:
     """Returns the config.json of the text model of Mistral Small 3.1 or Ministral 3.
 
@@ -154,8 +176,8 @@ def _text(raw: Json) -> Json:
     return text
 
 
-def _tied(raw: Json) -> Json:
+def _tied(raw: Json, *, default: bool = False) -> Json:
     """Ties the embeddings if the outer config or text_config, if any, does so."""
     places = (raw, section(raw, "text_config"))
-    tied = [flag(place, "tie_word_embeddings", False) for place in places]
+    tied = [flag(place, "tie_word_embeddings", default) for place in places]
     return {"tie_word_embeddings": any(tied)}
