@@ -139,8 +139,11 @@ def activation_bytes(
         itemsize: bytes of an activation.
     """
     hidden, inner, tp = config.hidden_size, config.intermediate_size, mesh.shape["tp"]
-    heads = config.num_heads * config.head_dim
-    entries = config.num_kv_heads * config.head_dim
+    # The widest layer stands for all.
+    wide = [config.heads(layer) for layer in range(config.num_layers)]
+    inner *= max(config.layer(i).mlp_multiple for i in range(config.num_layers))
+    heads = config.num_heads * max(own.head_dim for own in wide)
+    entries = max(own.num_kv_heads * own.head_dim for own in wide)
     # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
     layer = 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp
     kept = {

@@ -214,9 +214,7 @@ def prefill_states(
     """`prefill`, which is not exact; also returns the final hidden states."""
     count, length = rows.tokens.shape
     zeros = KVCache.zeros(config, count, length, pages.dtype)
-    shared = (
-        None if rows.shared is None else read_shared(config, pages, rows.shared, rules)
-    )
+    shared = None if rows.shared is None else read_shared(pages, rows.shared, rules)
     starts = jnp.asarray(rows.starts)
     view = dataclasses.replace(
         zeros,
@@ -238,7 +236,7 @@ def prefill_states(
     first = jnp.zeros((count,), jnp.int32)
     places = rows.pages, first, length // PAGE, rules
     states = write_states(config, pages, view.states, rows.states, rules)
-    return write_pages(config, pages, view, *places).replace(states=states), hidden
+    return write_pages(pages, view, *places).replace(states=states), hidden
 
 
 def decode(
@@ -319,7 +317,7 @@ def _burst(
     progress, count = rows.progress, rows.remaining.shape[0]
     if exact:
         view = read_paths(
-            config, pages, rows.shared, rows.pages, rows.starts, progress.counts, rules
+            pages, rows.shared, rows.pages, rows.starts, progress.counts, rules
         )
         states = read_states(config, pages, rows.states, rules)
         view = dataclasses.replace(view, states=states)
@@ -490,17 +488,15 @@ def _burst(
     emitted = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state.emitted)
     after = dataclasses.replace(view, keys=keys, values=values)
     if exact:
-        after = own_entries(
-            config, after, rows.starts, rows.pages.shape[1] * PAGE, rules
-        )
+        after = own_entries(after, rows.starts, rows.pages.shape[1] * PAGE, rules)
     # A burst writes at most so many pages of a row, the first of them partly filled.
     touched = min(pages_for(burst.steps - 1) + 1, rows.pages.shape[1])
     first = jnp.minimum(progress.counts // PAGE, rows.pages.shape[1] - touched)
     places = rows.pages, first, touched, rules
     states = write_states(config, pages, states, rows.states, rules)
-    pages = write_pages(config, pages, after, *places).replace(states=states)
+    pages = write_pages(pages, after, *places).replace(states=states)
     if draft is not None and draft_pages is not None and state.draft_view is not None:
-        draft_pages = write_pages(draft.config, draft_pages, state.draft_view, *places)
+        draft_pages = write_pages(draft_pages, state.draft_view, *places)
     computed = progress.positions + state.counts - rows.starts
     progress = Progress(
         state.tokens,
@@ -573,7 +569,7 @@ def _prefill_exactly(
     rows = jax.tree.map(jnp.asarray, rows)
     count, length = rows.tokens.shape
     none = jnp.zeros((count,), jnp.int32)
-    view = read_paths(config, pages, rows.shared, rows.pages, rows.starts, none, rules)
+    view = read_paths(pages, rows.shared, rows.pages, rows.starts, none, rules)
     view = dataclasses.replace(
         view,
         states=read_states(config, pages, rows.states, rules),
@@ -591,9 +587,9 @@ def _prefill_exactly(
     )
     assert view is not None
     states = write_states(config, pages, view.states, rows.states, rules)
-    view = own_entries(config, view, rows.starts, length, rules)
+    view = own_entries(view, rows.starts, length, rules)
     places = rows.pages, none, length // PAGE, rules
-    return write_pages(config, pages, view, *places).replace(states=states)
+    return write_pages(pages, view, *places).replace(states=states)
 
 
 def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCache:
@@ -601,9 +597,9 @@ def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCach
     before = PAGE * jnp.arange(rows.pages.shape[1], dtype=jnp.int32)
     filled = jnp.clip(rows.progress.counts[:, None] - before, 0, PAGE)
     return KVCache(
-        keys=read_pages(config, pages.keys, rows.pages, filled, rules),
-        values=read_pages(config, pages.values, rows.pages, filled, rules),
+        keys=read_pages(pages.keys, rows.pages, filled, rules),
+        values=read_pages(pages.values, rows.pages, filled, rules),
         starts=jnp.asarray(rows.starts),
-        shared=read_shared(config, pages, rows.shared, rules),
+        shared=read_shared(pages, rows.shared, rules),
         states=read_states(config, pages, rows.states, rules),
     )

@@ -149,7 +149,6 @@ def write_states(
 
 
 def read_paths(
-    config: ModelConfig,
     pages: Pages,
     shared: Shared | None,
     ids: Int[Array, "rows own_pages"],
@@ -163,7 +162,6 @@ def read_paths(
     pages. Entries without a token are zeros.
 
     Args:
-        config: of the model.
         pages: the cache.
         shared: what groups of rows share; None if nothing is.
         ids: int32, own pages of each row.
@@ -215,7 +213,6 @@ def read_paths(
 
 
 def own_entries(
-    config: ModelConfig,
     view: KVCache,
     starts: Int[Array, " rows"],
     length: int,
@@ -224,7 +221,6 @@ def own_entries(
     """The entries of paths from `starts` on.
 
     Args:
-        config: of the model.
         view: of `read_paths`.
         starts: int32, a position of each row.
         length: static, number of entries.
@@ -243,9 +239,7 @@ def own_entries(
     )
 
 
-def read_shared(
-    config: ModelConfig, pages: Pages, shared: Shared, rules: Rules
-) -> SharedCache:
+def read_shared(pages: Pages, shared: Shared, rules: Rules) -> SharedCache:
     """Reads what groups share."""
     shared = jax.tree.map(jnp.asarray, shared)
     inside = jnp.arange(PAGE, dtype=jnp.int32)
@@ -253,8 +247,8 @@ def read_shared(
         inside < shared.counts[..., None], shared.starts[..., None] + inside, NO_TOKEN
     )
     return SharedCache(
-        keys=read_pages(config, pages.keys, shared.pages, shared.counts, rules),
-        values=read_pages(config, pages.values, shared.pages, shared.counts, rules),
+        keys=read_pages(pages.keys, shared.pages, shared.counts, rules),
+        values=read_pages(pages.values, shared.pages, shared.counts, rules),
         positions=positions.reshape(shared.pages.shape[0], -1),
         places=shared.places,
         members=shared.members,
@@ -262,7 +256,6 @@ def read_shared(
 
 
 def read_pages(
-    config: ModelConfig,
     layers: tuple[Entries | None, ...],
     ids: Int[Array, "rows count"],
     filled: Int[Array, "rows count"],
@@ -274,7 +267,6 @@ def read_pages(
     value of a sample that has ended would spoil the sums in which it has no weight.
 
     Args:
-        config: of the model.
         layers: keys or values of all layers, as in `Pages`.
         ids: int32, pages of each row.
         filled: int32, number of tokens of each page.
@@ -295,7 +287,6 @@ def read_pages(
 
 
 def write_pages(
-    config: ModelConfig,
     pages: Pages,
     view: KVCache,
     ids: HostOrDevice,
@@ -306,7 +297,6 @@ def write_pages(
     """Writes `count` pages of each row of a view, from page `first` on.
 
     Args:
-        config: of the model.
         pages: the cache.
         view: own entries of the rows, whole pages.
         ids: int32 [rows, own_pages], where they go; the number of pages or more for

@@ -18,8 +18,8 @@ from jaxrl_post.pretrained import families as registry
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 # Families whose caches differ: windows, local and long rotations, latents, sinks,
-# layers without rotation, experts, states, shared keys. The other families' caches hold no more than
-# these, and test_logits.py compares their forward passes.
+# layers without rotation, experts, states, keys that layers share. The other families'
+# caches hold no more than these, and test_logits.py compares their forward passes.
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss", "lfm2",

@@ -215,7 +215,7 @@ def test_what_families_derive_from_the_sizes():
     assert PRESETS["gpt-oss-20b"].sinks
     deepseek = PRESETS["deepseek-v3"]
     assert dense_layers(deepseek) == [0, 1, 2]
-    assert deepseek.cache_shape == (1, 576, 0)
+    assert deepseek.cache_shape(0) == (1, 576, 0)
     glm = PRESETS["glm-4.5-air"]
     assert glm.rotated_dims == 64
     assert (glm.experts.scale, deepseek.experts.scale) == (1.0, 2.5)

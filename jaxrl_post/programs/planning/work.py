@@ -47,7 +47,8 @@ MATRICES = (
     "query", "key", "value", "output",
     "query_down", "query_up", "kv_down", "kv_up",
     "input_gate", "output_gate", "inputs", "outputs", "beta", "decay", "step",
-    "narrow", "widen", "gate", "up", "down", "router", "shared_gate", "unembedding",
+    "narrow", "widen", "gate", "up", "down", "router", "shared_gate", "projection",
+    "unembedding",
 )  # fmt: skip
 # Their inputs are their last dimension, as of [experts, hidden] and [vocab, hidden].
 TRANSPOSED = ("router", "shared_gate", "unembedding")
@@ -83,6 +84,12 @@ class Product(NamedTuple):
     all_experts: int = 1
     parts: int = 1
     summed: int = 1
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer; -1 outside of the layers."""
+        first, _, rest = self.name.partition(".")
+        return int(rest.partition(".")[0]) if first == "layers" else -1
 
     @property
     def size(self) -> int:
@@ -140,6 +147,7 @@ class ModelWork:
         """One call of the sampler's prefill.
 
         The last layer stops at its keys and values, because prefill has no logits.
+        Layers after it that read the keys of others are not run at all.
 
         Args:
             rows: chunks of prompts, over all devices.
@@ -147,15 +155,17 @@ class ModelWork:
             before: tokens in the cache before each chunk.
         """
         tokens, own = self._local(rows * length), self._local(rows)
-        depth = self.config.num_layers
-        last = f"layers.{depth - 1}."
+        last = self._last_with_keys()
         needed = [
             product
             for product in self._layers()
-            if not product.name.startswith(last)
-            or product.name.rpartition(".")[2] in ("key", "value", "kv_down")
+            if product.layer < last
+            or (
+                product.layer == last
+                and product.name.rpartition(".")[2] in ("key", "value", "kv_down")
+            )
         ]
-        pairs = own * length * (length + before) * (depth - 1) / depth
+        pairs = own * length * (length + before) * last / self.config.num_layers
         # The entries before a chunk are copied out of their pages, then read.
         entries = own * (length + 3 * before)
         attended = Work(pairs * self._cached_pair_flops(), entries * self.cache_bytes)
@@ -273,13 +283,15 @@ class ModelWork:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a token's keys and values in all layers, on one device."""
-        heads, *widths = self.config.cache_shape
         dtype = self.cache_dtype or self.dtype
         # Codes have a float32 scale per token and head.
         beside = 4 if dtype.name in CODE_DTYPES else 0
-        size = sum(width * dtype.itemsize + beside for width in widths if width)
-        parts = self._parts("kv_heads", heads)
-        return heads // parts * size * self.config.count("attention")
+        total = 0
+        for layer in range(self.config.num_layers):
+            heads, *widths = self.config.cache_shape(layer) or (0, 0, 0)
+            size = sum(width * dtype.itemsize + beside for width in widths if width)
+            total += heads // self._parts("kv_heads", heads) * size
+        return total
 
     @property
     def table_bytes(self) -> int:
@@ -395,13 +407,32 @@ class ModelWork:
     def _pair_flops(self) -> float:
         """FLOPs of one query with one key, on a device, over all layers."""
         latent, config = self.config.latent, self.config
-        value = config.head_dim if latent is None else latent.value_dim
-        return self._head_flops(config.head_dim + value)
+        if latent is not None:
+            widths = config.head_dim + latent.value_dim
+            return self._head_flops(widths * config.count("attention"))
+        return self._head_flops(2 * self._head_dims())
 
     def _cached_pair_flops(self) -> float:
         """As `_pair_flops`, with a cache; latent attention's keys are also values."""
-        _, key, value = self.config.cache_shape
-        return self._head_flops(key + (value or key))
+        latent, config = self.config.latent, self.config
+        if latent is not None:
+            entry = latent.kv_rank + latent.rope_dim
+            return self._head_flops(2 * entry * config.count("attention"))
+        return self._head_flops(2 * self._head_dims())
+
+    def _head_dims(self) -> int:
+        """Sum of the widths of a head over all layers of attention."""
+        config = self.config
+        return sum(
+            config.heads(layer).head_dim
+            for layer in range(config.num_layers)
+            if config.layer(layer).mixer == "attention"
+        )
+
+    def _last_with_keys(self) -> int:
+        """The last layer that does not read the keys of another."""
+        layers = range(self.config.num_layers)
+        return max(i for i in layers if self.config.layer(i).keys_of is None)
 
     def _linear(self, tokens: float, *, chunked: bool) -> Work:
         """Linear attention of a device's heads, over all layers that have it.
@@ -427,8 +458,9 @@ class ModelWork:
         return Work(2 * products * times, 4 * values * times)
 
     def _head_flops(self, width: int) -> float:
+        """FLOPs of products with a number of dims of every query head."""
         heads = self.config.num_heads // self._parts("heads", self.config.num_heads)
-        return 2 * heads * width * self.config.count("attention")
+        return 2 * heads * width
 
     def _local(self, count: float) -> float:
         """A device's part of rows or tokens; all of them if they do not divide."""
