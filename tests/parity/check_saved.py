@@ -25,7 +25,10 @@ from transformers.utils import logging
 TOLERANCE = 1e-4
 
 # Parts of the names of what sees.
-SEEING = ("visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.")
+SEEING = (
+    "visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.",
+    "embed_vision.", "vision_embedder.",
+)  # fmt: skip
 
 # Where transformers 5 corrected 4, whose logits are then not compared.
 CORRECTED = {

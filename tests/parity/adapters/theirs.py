@@ -114,6 +114,13 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm2_biases_untied-dora": {"target_modules": CONVOLVED, "use_dora": True},
     "qwen3_5_text-delta": {"target_modules": DELTA},
     "qwen3_next_released-grouped_dora": {"target_modules": GROUPED, "use_dora": True},
+    "gemma4_text-per_layer": {
+        "target_modules": [*LINEAR, "per_layer_input_gate", "per_layer_projection"]
+    },
+    "gemma4_text_experts-experts": {
+        "target_modules": ["q_proj", "mlp.gate_proj"],
+        "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+    },
     "nemotron_h-mamba": {"target_modules": ["in_proj", "q_proj"]},
 }
 
