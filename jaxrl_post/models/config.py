@@ -490,6 +490,10 @@ class ModelConfig:
         own = self.layer(layer).heads
         return HeadSpec(self.head_dim, self.num_kv_heads) if own is None else own
 
+    def kv_heads(self, layer: int) -> int:
+        """Number of heads of the keys that a layer reads; 1 with latent attention."""
+        return self.heads(layer).num_kv_heads if self.latent is None else 1
+
     def lends_keys(self, layer: int) -> bool:
         """Whether other layers read a layer's keys and values."""
         return any(spec.keys_of == layer for spec in self.layers)

@@ -13,6 +13,7 @@ axes are gathered; splits of heads, MLP and vocabulary stay.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +24,24 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import KVCache, LayerCache, StateCache, state_specs
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.exact_attention import Paths, exact_attention
+from jaxrl_post.models.exact_attention import Paths, Read, exact_attention
 from jaxrl_post.models.experts import partial_mixture
-from jaxrl_post.models.layers import add_bias, embed, inner_mlp, norm, project, scaled
+from jaxrl_post.models.layers import (
+    add_bias,
+    embed,
+    inner_mlp,
+    norm,
+    project,
+    scaled,
+    unit_norm,
+)
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, param_specs
+from jaxrl_post.models.per_layer import (
+    per_layer_inputs,
+    per_layer_rows,
+    per_layer_update,
+)
 from jaxrl_post.models.recurrences import LinearAttention
 from jaxrl_post.models.recurrent import Past, exact_recurrent
 from jaxrl_post.models.spec import is_spec
@@ -72,7 +86,8 @@ class _Split(NamedTuple):
     Attributes:
         batch: axes that split the tokens.
         heads: axes that split the query heads.
-        kv_heads: axes that split the key/value heads; () if all devices have them all.
+        kv_heads: axes that split the key/value heads of each layer; () for a layer of
+            which all devices have them all.
         ffn: axes that split dense MLPs.
         expert_ffn: axes that split experts.
         states: axes that split the channels of convolutions, or the heads of linear
@@ -81,7 +96,7 @@ class _Split(NamedTuple):
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
-    kv_heads: tuple[str, ...] = ()
+    kv_heads: tuple[tuple[str, ...], ...] = ()
     ffn: tuple[str, ...] = ()
     expert_ffn: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
@@ -115,16 +130,22 @@ def exact_forward(
         Hidden states, 0 where not counted, and the cache with these tokens.
     """
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
-    hidden = hidden.reshape(*tokens.shape, -1)
-    weights = params.layers, params.final_norm
+    hidden, rows = hidden.reshape(*tokens.shape, -1), None
+    weights = params.layers, params.final_norm, _without_tables(params)
+    if params.per_layer is not None:
+        rows = per_layer_rows(config, params.per_layer, tokens.reshape(-1), rules)
+        rows = rows.reshape(*tokens.shape, -1)
     mesh = jax.sharding.get_abstract_mesh()
-    arrays = (hidden, positions, counted, ends, cache)
+    arrays = ((hidden, rows), positions, counted, ends, cache)
     if mesh.empty or mesh.size == 1:
         return _local(config, _Split(), weights, *arrays)
     split = _Split(
         batch=dividing_axes("batch", tokens.shape[0], mesh, rules),
         heads=dividing_axes("heads", config.num_heads, mesh, rules),
-        kv_heads=dividing_axes("kv_heads", config.cache_shape[0], mesh, rules),
+        kv_heads=tuple(
+            dividing_axes("kv_heads", config.kv_heads(layer), mesh, rules)
+            for layer in range(config.num_layers)
+        ),
         ffn=dividing_axes("ffn", config.intermediate_size, mesh, rules),
         expert_ffn=()
         if config.experts is None
@@ -132,25 +153,17 @@ def exact_forward(
         states=dividing_axes(*_state_axis(config), mesh, rules),
     )
     of_rows = P(split.batch)
-    of_cache = jax.tree.map(lambda _: P(split.batch, split.kv_heads), cache)
-    if cache is not None:
-        of_states = jax.tree.map(
-            lambda spec: P(
-                split.batch, *(split.states if a in SPLIT else None for a in spec.axes)
-            ),
-            state_specs(config),
-            is_leaf=is_spec,
-        )
-        of_cache = dataclasses.replace(
-            of_cache,
-            states=of_states,
-            counts=None if cache.counts is None else of_rows,
-        )
+    of_cache = None if cache is None else _cache_specs(config, cache, split)
     specs = param_specs(config)
     return jax.shard_map(
         functools.partial(_local, config, split),
         in_specs=(
-            _weight_specs(weights, (specs.layers, specs.final_norm), mesh, rules),
+            _weight_specs(
+                weights,
+                (specs.layers, specs.final_norm, _without_tables(specs)),
+                mesh,
+                rules,
+            ),
             of_rows,
             of_rows,
             of_rows,
@@ -160,6 +173,36 @@ def exact_forward(
         out_specs=(of_rows, of_cache),
         check_vma=False,
     )(weights, *arrays)
+
+
+def _without_tables(params: DecoderParams[Any]) -> Any:
+    """The parameters of per-layer embeddings without their tables."""
+    own = params.per_layer
+    return None if own is None else dataclasses.replace(own, embedding=None)
+
+
+def _cache_specs(config: ModelConfig, cache: KVCache, split: _Split) -> KVCache:
+    """PartitionSpecs of a cache."""
+
+    def of_layers(entries: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(
+            jax.tree.map(lambda _, own=own: P(split.batch, own), each)
+            for each, own in zip(entries, split.kv_heads, strict=True)
+        )
+
+    states = jax.tree.map(
+        lambda spec: P(
+            split.batch, *(split.states if a in SPLIT else None for a in spec.axes)
+        ),
+        state_specs(config),
+        is_leaf=is_spec,
+    )
+    return KVCache(
+        of_layers(cache.keys),
+        of_layers(cache.values),
+        states=states,
+        counts=None if cache.counts is None else P(split.batch),  # type: ignore[arg-type]
+    )
 
 
 def _state_axis(config: ModelConfig) -> tuple[str | None, int]:
@@ -189,68 +232,130 @@ def _weight_specs(weights: Any, specs: Any, mesh: Any, rules: Rules) -> Any:
 def _local(
     config: ModelConfig,
     split: _Split,
-    weights: tuple[Sequence[LayerParams[Array]], Array],
-    hidden: Array,
+    weights: tuple[Sequence[LayerParams[Array]], Array, Any],
+    embedded: tuple[Array, Array | None],
     positions: Array,
     counted: Array,
     ends: Array | None,
     cache: KVCache | None,
 ) -> tuple[Array, KVCache | None]:
-    """The forward pass of a device's tokens."""
-    layers, final_norm = weights
+    """The forward pass of a device's tokens.
+
+    `embedded` has their embeddings, and their rows of the tables of all layers, if any.
+    """
+    layers, final_norm, tables = weights
     shape = positions.shape
     rows = CountedRows.of(counted.reshape(-1))
     paths = Paths.of(positions, counted, ends, rows)
-    states = rows.take(hidden.reshape(-1, hidden.shape[-1]))
-    entries: list[LayerCache | StateCache | None] = []
+    states, of_tables = (
+        None if each is None else rows.take(each.reshape(-1, each.shape[-1]))
+        for each in embedded
+    )
+    assert states is not None
+    inputs = None
+    if tables is not None:
+        inputs = map_tiles(
+            functools.partial(per_layer_inputs, config, tables),
+            [states, of_tables],
+            rows.count,
+        )
     past = None
     if cache is None:
         past = Past.of(config, positions, ends, exact=True)
+    entries: list[Read | StateCache | None] = []
     for index, layer in enumerate(layers):
+        spec = config.layer(index)
         before = None if cache is None else cache.layer(index)
-        spec, part, entry = config.layer(index), None, None
-        if spec.mixer == "recurrence":
-            assert not isinstance(before, LayerCache)
-            part, entry = exact_recurrent(
-                config, layer, rows, states, past, before, shape
-            )
-        elif spec.mixer == "attention":
-            assert not isinstance(before, StateCache)
-            part, entry = exact_attention(
-                config,
-                index,
-                layer,
-                paths,
-                states,
-                before,
-                heads=split.heads,
-                kv_heads=split.kv_heads,
-            )
+        entry = before if spec.keys_of is None else entries[spec.keys_of]
+        states, entry = _mixer(
+            config, split, index, layer, paths, states, (past, entry), shape
+        )
         entries.append(entry)
-        if part is not None:
-            axes = split.states if spec.mixer == "recurrence" else split.heads
-            states = map_tiles(
-                functools.partial(_mixed, config, layer),
-                [states, *_parts(part, axes)],
-                rows.count,
-            )
         if spec.mlp is not None:
-            part = map_tiles(
-                functools.partial(_mlp, config, index, layer, split),
-                [states],
-                rows.count,
-            )
-            axes = split.expert_ffn if spec.mlp == "experts" else split.ffn
+            states = _feed_forward(config, split, index, layer, states, rows.count)
+        if layer.per_layer is not None or layer.scale is not None:
+            beside = [] if inputs is None else [inputs[:, index]]
             states = map_tiles(
-                functools.partial(_added, config, layer),
-                [states, *_parts(part, axes)],
-                rows.count,
+                functools.partial(_ended, config, layer), [states, *beside], rows.count
             )
     states = map_tiles(
         lambda states: norm(config, states, final_norm), [states], rows.count
     )
     out = rows.put(states).reshape(*shape, -1)
-    return out, None if cache is None else cache.with_layers(entries)
+    if cache is None:
+        return out, None
+    kept: list[LayerCache | StateCache | None] = [
+        entry
+        if isinstance(entry, LayerCache | StateCache)
+        and config.layer(index).keys_of is None
+        else None
+        for index, entry in enumerate(entries)
+    ]
+    return out, cache.with_layers(kept)
+
+
+def _mixer(
+    config: ModelConfig,
+    split: _Split,
+    index: int,
+    layer: LayerParams[Array],
+    paths: Paths,
+    states: Array,
+    before: tuple[Past | None, Read | StateCache | None],
+    shape: tuple[int, ...],
+) -> tuple[Array, Read | StateCache | None]:
+    """Adds attention or a recurrence; also returns what the layer read or became."""
+    (past, entry), spec, rows = before, config.layer(index), paths.rows
+    if spec.mixer is None:
+        return states, None
+    if spec.mixer == "recurrence":
+        assert entry is None or isinstance(entry, StateCache)
+        axes = split.states
+        part, entry = exact_recurrent(config, layer, rows, states, past, entry, shape)
+    else:
+        assert not isinstance(entry, StateCache)
+        axes = split.heads
+        part, entry = exact_attention(
+            config,
+            index,
+            layer,
+            paths,
+            states,
+            entry,
+            heads=split.heads,
+            kv_heads=split.kv_heads[index] if split.kv_heads else (),
+        )
+    states = map_tiles(
+        functools.partial(_mixed, config, layer),
+        [states, *_parts(part, axes)],
+        rows.count,
+    )
+    return states, entry
+
+
+def _feed_forward(
+    config: ModelConfig,
+    split: _Split,
+    index: int,
+    layer: LayerParams[Array],
+    states: Array,
+    count: Array,
+) -> Array:
+    """Adds the MLP, the experts, or both."""
+    found = []
+    if layer.mlp is not None:
+        part = map_tiles(functools.partial(_dense, config, layer), [states], count)
+        found.append(_parts(part, split.ffn))
+    if layer.experts is not None:
+        experts = functools.partial(_experts, config, index, layer, split)
+        part = map_tiles(experts, [states], count)
+        found.append(_parts(part, split.expert_ffn))
+    first = len(found[0])
+    return map_tiles(
+        functools.partial(_added, config, layer, first),
+        [states, *itertools.chain.from_iterable(found)],
+        count,
+    )
 
 
 def _parts(part: Array, axes: tuple[str, ...]) -> list[Array]:
@@ -290,40 +395,71 @@ def _mixed(
         bias = params.attention.output_bias
     elif params.convolution is not None:
         bias = params.convolution.outputs_bias
-    branch = branch if bias is None else add_bias(branch, bias)
+    branch = _with_bias(branch, bias)
     return _residual(config, hidden, branch, params.attention_post_norm)
 
 
-def _mlp(
+def _dense(config: ModelConfig, params: LayerParams[Array], hidden: Array) -> Array:
+    """This device's part of the MLP, without the last bias."""
+    assert params.mlp is not None
+    x = _normed(config, hidden, params.mlp_norm)
+    return project(inner_mlp(config, params.mlp, x), params.mlp.down)
+
+
+def _experts(
     config: ModelConfig,
     index: int,
     params: LayerParams[Array],
     split: _Split,
     hidden: Array,
 ) -> Array:
-    """This device's part of the MLP or the experts, without the last bias."""
-    x = _normed(config, hidden, params.mlp_norm)
-    experts = config.layer_experts(index)
-    if params.experts is not None and experts is not None:
-        shared = params.experts.shared
-        part = partial_mixture(config, experts, params.experts, x, split.expert_ffn)
-        if shared is not None:
-            own = project(inner_mlp(config, shared, x), shared.down)
-            if params.experts.shared_gate is not None:
-                gate = project(x, params.experts.shared_gate.T)
-                own = own * jax.nn.sigmoid(gate)
-            part = part + own
-        return part
-    assert params.mlp is not None
-    return project(inner_mlp(config, params.mlp, x), params.mlp.down)
+    """This device's part of the experts, without the last bias of a shared MLP."""
+    experts, own = config.layer_experts(index), params.experts
+    assert experts is not None
+    assert own is not None
+    before = params.mlp_norm if params.experts_norm is None else params.experts_norm
+    x = _normed(config, hidden, before)
+    routed = unit_norm(config, hidden) if experts.scaled_router else None
+    part = partial_mixture(config, experts, own, x, split.expert_ffn, routed)
+    if own.shared is not None:
+        shared = project(inner_mlp(config, own.shared, x), own.shared.down)
+        if own.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(project(x, own.shared_gate.T))
+        part = part + shared
+    return part
 
 
 def _added(
-    config: ModelConfig, params: LayerParams[Array], hidden: Array, *parts: Array
+    config: ModelConfig,
+    params: LayerParams[Array],
+    first: int,
+    hidden: Array,
+    *parts: Array,
 ) -> Array:
-    """Adds the MLP or the experts."""
-    branch = _total(parts)
-    mlp = params.mlp if params.experts is None else params.experts.shared
-    if mlp is not None and mlp.down_bias is not None:
-        branch = add_bias(branch, mlp.down_bias)
+    """Adds the MLP or the experts; of both, the first parts are the MLP's."""
+    branch = None
+    if params.mlp is not None:
+        branch = _with_bias(_total(parts[:first]), params.mlp.down_bias)
+        branch = _normed(config, branch, params.dense_post_norm)
+        parts = parts[first:]
+    if params.experts is not None:
+        shared = params.experts.shared
+        mixed = _with_bias(_total(parts), None if shared is None else shared.down_bias)
+        mixed = _normed(config, mixed, params.experts_post_norm)
+        branch = mixed if branch is None else branch + mixed
+    assert branch is not None
     return _residual(config, hidden, branch, params.mlp_post_norm)
+
+
+def _with_bias(branch: Array, bias: Array | None) -> Array:
+    return branch if bias is None else add_bias(branch, bias)
+
+
+def _ended(
+    config: ModelConfig, params: LayerParams[Array], hidden: Array, *inputs: Array
+) -> Array:
+    """Adds what a layer's end reads of per-layer embeddings, and scales the layer."""
+    if params.per_layer is not None:
+        update = per_layer_update(config, params.per_layer, hidden, *inputs)
+        hidden = _residual(config, hidden, update, None)
+    return hidden if params.scale is None else hidden * params.scale

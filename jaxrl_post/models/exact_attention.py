@@ -36,7 +36,11 @@ from jaxrl_post.models.params import LatentAttentionParams, LayerParams
 from jaxrl_post.models.rope import rope_tables, rotation
 from jaxrl_post.types import Array, previous_tokens
 
-__all__ = ["Paths", "exact_attention"]
+__all__ = ["Paths", "Read", "exact_attention"]
+
+# What a layer's attention reads: its part of the cache, or keys and values of the rows
+# of the batch, [rows, kv_heads, dim] each (with latent attention, entries alone).
+type Read = LayerCache | tuple[Array, ...]
 
 
 class Paths(NamedTuple):
@@ -143,11 +147,11 @@ def exact_attention(
     params: LayerParams[Array],
     paths: Paths,
     states: Array,
-    entry: LayerCache | None,
+    entry: Read | None,
     *,
     heads: tuple[str, ...],
     kv_heads: tuple[str, ...],
-) -> tuple[Array, LayerCache | None]:
+) -> tuple[Array, Read]:
     """Attention of all tokens, over their paths in the batch or over the cache.
 
     Args:
@@ -156,42 +160,51 @@ def exact_attention(
         params: the layer's parameters, with this device's part of the heads.
         paths: the tokens.
         states: [rows, hidden], the residual stream.
-        entry: the layer's part of the cache; None if the paths lie in the batch.
+        entry: the layer's part of the cache; None if the paths lie in the batch. For a
+            layer that reads the keys of another: what was read there.
         heads: mesh axes of a `shard_map` that split the query heads.
         kv_heads: axes that split the key/value heads; () if all devices have them all.
 
     Returns:
         This device's part of the update [rows, hidden], without the output's bias; and
-        the cache with these tokens.
+        what was read: the cache with these tokens, or the keys and values of the batch.
     """
     rows, up = paths.rows, None
     if isinstance(params.attention, LatentAttentionParams):
         up = _latent_up(config, params.attention, states, rows)
-    query, gate, *entries = map_tiles(
+    query, gate, *made = map_tiles(
         functools.partial(_projected, config, index, params, up),
         [states, rows.take(paths.positions)],
         rows.count,
     )
+    if not config.layer(index).makes_keys:
+        assert entry is not None
+        read = entry
+    elif entry is None:
+        read = tuple(made)
+    else:
+        assert isinstance(entry, LayerCache)
+        read = _written(entry, made, paths)
+    arrays = _arrays(read)
     count = query.shape[1]
-    read, num_read = _read_heads(config, heads, kv_heads, count, entries[0].shape[1])
+    own, num_read = _read_heads(config, heads, kv_heads, count, arrays[0].shape[1])
     tasks, last = paths.tasks(count // num_read, query.shape[0])
-    width = config.head_dim if config.latent is None else config.latent.kv_rank
+    width = config.heads(index).head_dim
+    if config.latent is not None:
+        width = config.latent.kv_rank
 
     def pair(found: list[Array]) -> tuple[Array, Array]:
         """Keys and values of a block; a latent is the first part of its entry."""
         return found[0], found[-1][..., :width]
 
-    if entry is None:
+    if not isinstance(read, LayerCache):
 
         def fetch(numbers: Array, block: Array) -> tuple[Array, Array]:
             chosen = paths.find(last[numbers], block)
-            found = [array.at[chosen].get(mode="clip") for array in entries]
-            return pair([array[:, :, read].swapaxes(1, 2) for array in found])
+            found = [array.at[chosen].get(mode="clip") for array in arrays]
+            return pair([array[:, :, own].swapaxes(1, 2) for array in found])
 
     else:
-        entry = _written(entry, entries, paths)
-        # A cache of codes is refused with exact mode.
-        arrays = cast("list[Array]", [entry.keys, entry.values][: len(entries)])
 
         def fetch(numbers: Array, block: Array) -> tuple[Array, Array]:
             sequences = last[numbers] // paths.length
@@ -203,7 +216,7 @@ def exact_attention(
                         array, (row, 0, block * BLOCK, 0), shape
                     )[0]
                 )(sequences)
-                return found[:, read]
+                return found[:, own]
 
             return pair([one(array) for array in arrays])
 
@@ -215,7 +228,16 @@ def exact_attention(
     gates = [] if gate is None else [gate]
     mixed = functools.partial(_mixed, params, up)
     part = map_tiles(mixed, [attended, *gates], rows.count)
-    return part, entry
+    return part, read
+
+
+def _arrays(read: Read) -> tuple[Array, ...]:
+    """Keys and values; with latent attention, entries alone."""
+    if not isinstance(read, LayerCache):
+        return read
+    # A cache of codes is refused with exact mode.
+    keys, values = cast("tuple[Array, Array]", (read.keys, read.values))
+    return (keys, values) if values.shape[-1] else (keys,)
 
 
 class _LatentUp(NamedTuple):
@@ -255,7 +277,8 @@ def _projected(
 ) -> tuple[Array | None, ...]:
     """Queries, gates, keys and values of a tile, [TILE, heads, head_dim] each.
 
-    With latent attention, queries, no gates, and entries.
+    With latent attention, queries, no gates, and entries; for a layer that reads the
+    keys of another, queries and gates.
     """
     spec, at, tables = config.layer(index), positions[None], None
     kind = rotation(config, index)
@@ -267,7 +290,9 @@ def _projected(
         x = norm(config, x, params.attention_norm)
     if up is None:
         query, gate = queries(config, attention, x, context)  # type: ignore[arg-type]
-        entries = keys_and_values(config, attention, x, context)  # type: ignore[arg-type]
+        entries = ()
+        if spec.makes_keys:
+            entries = keys_and_values(config, attention, x, context)  # type: ignore[arg-type]
     else:
         assert config.latent is not None
         assert isinstance(attention, LatentAttentionParams)

@@ -16,10 +16,12 @@ from jaxrl_post.learner.step import Policy, predict
 from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.models import (
     GatedDelta,
+    HeadSpec,
     LatentAttention,
     LayerSpec,
     Mamba2,
     MixtureOfExperts,
+    PerLayerEmbedding,
     RopeScaling,
     ShortConvolution,
     forward,
@@ -160,6 +162,36 @@ FAMILIES = {
             LayerSpec(None, "dense"),
         ),
     ),
+    # As Gemma 4, with all of its parts: layers that read the keys of others, heads of
+    # two sizes, experts next to an MLP, embeddings for every layer.
+    "shared_keys": dataclasses.replace(
+        DENSE,
+        model_type="gemma4_text",
+        num_layers=4,
+        qk_norm="head",
+        value_norm=True,
+        layer_scale=True,
+        attention_scale=1.0,
+        norm_placement="both",
+        activation="gelu_tanh",
+        local_rope_theta=20.0,
+        # A norm blows up an output of nearly 0 and what rounding added to it.
+        rms_norm_eps=0.01,
+        tie_embeddings=True,
+        logit_softcap=15.0,
+        per_layer=PerLayerEmbedding(40, 16),
+        experts=MixtureOfExperts(
+            num_experts=8, experts_per_token=2, expert_size=24, scaled_router=True
+        ),
+        layers=(
+            LayerSpec(mlp="both", window=20),
+            LayerSpec(heads=HeadSpec(8, 2, rotary_share=0.5, keys_as_values=True)),
+            LayerSpec(mlp="both", window=20, keys_of=0, mlp_multiple=2),
+            LayerSpec(
+                heads=HeadSpec(8, 2, rotary_share=0.5, keys_as_values=True), keys_of=1
+            ),
+        ),
+    ),
     # As Qwen3.5 with experts: delta nets, and gated attention between them.
     "delta": dataclasses.replace(
         DENSE,
@@ -293,9 +325,9 @@ def check(config, dtype, spec=None, *, adapter=False, top_p=1.0):
         np.testing.assert_array_equal(ours, recorded)
 
 
-@pytest.mark.parametrize("family", ["latent", "latent_experts"])
-def test_latents_give_what_the_form_of_training_gives(family):
-    """Both sides could agree and be wrong: exact mode multiplies other matrices."""
+@pytest.mark.parametrize("family", ["latent", "latent_experts", "shared_keys"])
+def test_exact_mode_gives_what_the_form_of_training_gives(family):
+    """Both sides could agree and be wrong: latents have other products there."""
     config = FAMILIES[family]
     params, rng = tiny.params(config), np.random.default_rng(0)
     units = [
@@ -329,6 +361,8 @@ def test_latents_give_what_the_form_of_training_gives(family):
         pytest.param("delta", tiny.BF16, marks=pytest.mark.all),
         pytest.param("mamba", tiny.F32, marks=pytest.mark.all),
         pytest.param("mamba", tiny.BF16, marks=pytest.mark.all),
+        ("shared_keys", tiny.F32),
+        pytest.param("shared_keys", tiny.BF16, marks=pytest.mark.all),
     ],
     ids=str,
 )
@@ -367,8 +401,8 @@ def test_everywhere(family, dtype, spec):
     check(FAMILIES[family], dtype, spec)
 
 
-# Results of "latent" are tested in `test_latents_give_what_the_form_of_training_gives`
-# too.
+# Results of "latent" are also tested in
+# `test_exact_mode_gives_what_the_form_of_training_gives`.
 @pytest.mark.parametrize(
     "family",
     [
