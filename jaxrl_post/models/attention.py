@@ -93,7 +93,7 @@ def grouped_query(
 
     Returns:
         The update of the residual stream; and the keys and values that were read: the
-        cache with these tokens, or those of these tokens alone.
+        cache with these tokens, or these tokens' own.
     """
     query, gate = queries(config, params, x, context)
     entry = context.entry

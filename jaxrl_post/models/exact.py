@@ -86,8 +86,8 @@ class _Split(NamedTuple):
     Attributes:
         batch: axes that split the tokens.
         heads: axes that split the query heads.
-        kv_heads: axes that split the key/value heads of each layer; () for a layer of
-            which all devices have them all.
+        kv_heads: axes that split the key/value heads, layer by layer; () where all
+            devices have them all.
         ffn: axes that split dense MLPs.
         expert_ffn: axes that split experts.
         states: axes that split the channels of convolutions, or the heads of linear
@@ -247,13 +247,10 @@ def _local(
     shape = positions.shape
     rows = CountedRows.of(counted.reshape(-1))
     paths = Paths.of(positions, counted, ends, rows)
-    states, of_tables = (
-        None if each is None else rows.take(each.reshape(-1, each.shape[-1]))
-        for each in embedded
-    )
-    assert states is not None
-    inputs = None
-    if tables is not None:
+    hidden, of_tables = embedded
+    states, inputs = rows.take(hidden.reshape(-1, hidden.shape[-1])), None
+    if of_tables is not None:
+        of_tables = rows.take(of_tables.reshape(-1, of_tables.shape[-1]))
         inputs = map_tiles(
             functools.partial(per_layer_inputs, config, tables),
             [states, of_tables],

@@ -38,8 +38,8 @@ from jaxrl_post.types import Array, previous_tokens
 
 __all__ = ["Paths", "Read", "exact_attention"]
 
-# What a layer's attention reads: its part of the cache, or keys and values of the rows
-# of the batch, [rows, kv_heads, dim] each (with latent attention, entries alone).
+# The keys and values that a layer reads: its part of the cache, or those in the rows of
+# the batch, [rows, kv_heads, dim] each (with latent attention, entries alone).
 type Read = LayerCache | tuple[Array, ...]
 
 

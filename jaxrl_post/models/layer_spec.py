@@ -49,7 +49,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The parts of one layer, which may differ from those of other layers.
+    """The parts of one layer, which may differ from layer to layer.
 
     Attributes:
         mixer: the part that combines tokens: attention; the recurrence of the config;
@@ -60,7 +60,7 @@ class LayerSpec:
         rotated: whether attention has rotary embeddings.
         indexed: whether sparse attention has an indexer here. Without one, a query sees
             the keys that it sees in the layer before.
-        heads: the heads of attention; None for those of the config.
+        heads: the heads of attention; None for the config's.
         keys_of: the earlier layer whose keys and values attention reads. Such a layer
             makes no keys and values, and has none in a cache. None for its own.
         mlp_multiple: width of the dense MLP, in multiples of `intermediate_size`.
@@ -111,7 +111,7 @@ class LayerSpec:
 
 
 def check_keys(layers: Sequence[LayerSpec]) -> None:
-    """Checks that layers without keys read those of a layer like themselves.
+    """Checks that a layer without keys reads the keys of a layer like itself.
 
     Raises:
         ValueError: `keys_of` is no earlier layer with keys of its own, or that layer

@@ -10,7 +10,7 @@ from jaxrl_post.models.config import HeadSpec, ModelConfig, RopeScaling
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
-    "Rotation",
+    "LayerRotation",
     "apply_rope",
     "layer_tables",
     "rope_tables",
@@ -19,25 +19,25 @@ __all__ = [
 ]
 
 
-class Rotation(NamedTuple):
-    """What the tables of a layer depend on, besides the config.
+class LayerRotation(NamedTuple):
+    """Layers of a model with equal rotations have the same tables.
 
     Attributes:
-        local: whether the base is that of layers with a window.
-        heads: the heads of the layer, if they are its own.
+        local: whether the base is `local_rope_theta`.
+        heads: the layer's own heads; None for the config's.
     """
 
     local: bool = False
     heads: HeadSpec | None = None
 
 
-DEFAULT_ROTATION = Rotation()
+DEFAULT_ROTATION = LayerRotation()
 
 
 def rope_tables(
     config: ModelConfig,
     positions: Int[Array, "*batch length"],
-    kind: Rotation = DEFAULT_ROTATION,
+    kind: LayerRotation = DEFAULT_ROTATION,
 ) -> tuple[Float[Array, "*batch length half"], Float[Array, "*batch length half"]]:
     """Computes cosines and sines of every position's rotary angles, float32.
 
@@ -109,7 +109,7 @@ def layer_tables(
     config: ModelConfig, positions: Int[Array, "*batch length"]
 ) -> tuple[tuple[Array, Array] | None, ...]:
     """The tables of all layers, as of `rope_tables`; None where nothing rotates."""
-    made: dict[Rotation, tuple[Array, Array]] = {}
+    made: dict[LayerRotation, tuple[Array, Array]] = {}
     found = []
     for index in range(config.num_layers):
         kind = rotation(config, index)
@@ -119,13 +119,13 @@ def layer_tables(
     return tuple(found)
 
 
-def rotation(config: ModelConfig, index: int) -> Rotation | None:
+def rotation(config: ModelConfig, index: int) -> LayerRotation | None:
     """The rotation of a layer; None if it has no rotary embedding."""
     spec = config.layer(index)
     if spec.mixer != "attention" or not spec.rotated:
         return None
     local = spec.window is not None and config.local_rope_theta is not None
-    return Rotation(local, spec.heads)
+    return LayerRotation(local, spec.heads)
 
 
 def _exponents(dims: int) -> np.ndarray:

@@ -213,7 +213,7 @@ def test_values_and_gradients_are_those_of_a_decoder_without_shared_keys(
 
 
 def test_the_gradient_of_shared_keys_comes_from_every_reader(naive):
-    """Where the keys that readers read are constants, it differs by far."""
+    """It differs by far if keys are constants for their readers."""
     _, without = weighted(lambda params: written_out(params, TOKENS, constant=True))(
         PARAMS
     )

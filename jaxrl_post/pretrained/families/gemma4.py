@@ -77,7 +77,7 @@ WEIGHTS: Mapping[str, Weight] = {
     "per_layer.norm": Weight("model.per_layer_projection_norm.weight", "norm"),
 }
 
-# What is left out of files of models that also see or hear.
+# Tensors of the parts that see and hear.
 OTHERS = ("audio_tower.*", "embed_audio.*", "embed_vision.*", "vision_embedder.*")
 # Tensors that files have for layers without keys of their own too.
 KEY_TENSORS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -181,7 +181,7 @@ def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
 
 
 def _full_heads(raw: Json, config: ModelConfig) -> HeadSpec | None:
-    """The heads of full layers; None if they are those of the others."""
+    """The heads of full layers; None if all layers have the same."""
     same = flag(raw, "attention_k_eq_v", False)
     count = optional_integer(raw, "num_global_key_value_heads") if same else None
     found = HeadSpec(
