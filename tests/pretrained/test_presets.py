@@ -54,6 +54,9 @@ COUNTS = {
 # Known to the digits that a model card or report gives, in billions.
 ROUNDED = {
     "gemma-3-4b": "3.88",  # 4.30 with the vision tower's 0.42
+    "gemma-4-e2b": "4.63",  # 5.1 with what sees and hears, of about 0.15 and 0.30
+    "gemma-4-26b-a4b": "25.2",
+    "gemma-4-31b": "30.7",
     "olmo-2-7b": "7.30",
     "gpt-oss-20b": "20.91",
     "gpt-oss-120b": "116.83",
@@ -107,6 +110,9 @@ UNCOUNTED = {
     "mistral-7b-v0.3": (1e-5, 1e6, 32768, None),
     "mixtral-8x7b": (1e-5, 1e6, 32768, None),
     "phi-3-mini-4k": (1e-5, 1e4, 4096, None),
+    "gemma-4-e2b": (1e-6, 1e6, 131072, None),
+    "gemma-4-26b-a4b": (1e-6, 1e6, 262144, None),
+    "gemma-4-31b": (1e-6, 1e6, 262144, None),
     "olmo-2-7b": (1e-6, 5e5, 4096, None),
     "olmoe-1b-7b": (1e-5, 1e4, 4096, None),
     "smollm3-3b": (1e-6, 5e6, 65536, None),
@@ -168,6 +174,7 @@ def test_parameters_to_the_published_digits(name):
         ("qwen3-235b-a22b", "22"),
         ("mixtral-8x7b", "12.9"),
         ("olmoe-1b-7b", "1.3"),
+        ("gemma-4-26b-a4b", "3.8"),
     ],
 )
 def test_active_parameters_as_published(name, billions):
@@ -175,11 +182,17 @@ def test_active_parameters_as_published(name, billions):
     assert f"{active(name) / 1e9:.{len(digits)}f}" == billions
 
 
+def test_effective_parameters_as_published():
+    """Without the tables of per-layer embeddings."""
+    tables = param_specs(PRESETS["gemma-4-e2b"]).per_layer
+    assert f"{(count('gemma-4-e2b') - tables.embedding.size) / 1e9:.1f}" == "2.3"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_its_config_json(name):
     config = PRESETS[name]
     again = read_config(write_config(config))
-    same = {"rotary_dim": None, "attention_scale": None}
+    same = {"rotary_dim": None, "attention_scale": 1.0}
     assert dataclasses.replace(config, **same) == dataclasses.replace(again, **same)
     assert config.rotated_dims == again.rotated_dims
     assert config.score_scale == again.score_scale
