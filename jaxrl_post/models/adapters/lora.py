@@ -79,6 +79,7 @@ class LoRAConfig:
             delta_output_gate, delta_beta and delta_decay of gated delta nets;
             mamba_query, mamba_key, mamba_value, mamba_output, mamba_output_gate and
             mamba_step of Mamba-2; gate, up and down of dense and shared MLPs;
+            per_layer_gate and per_layer_output of per-layer embeddings;
             expert_gate, expert_up and expert_down of routed experts, which are not
             adapted by default. See `adaptable`.
         rank_stabilized: A B is multiplied by alpha / sqrt(rank) instead.
