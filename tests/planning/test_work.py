@@ -49,6 +49,15 @@ def decoded(model: ModelWork, slots: int = 1, view: int = 0) -> Work:
     return model.decode(slots, view, 1)
 
 
+def test_layers_that_read_the_keys_of_others_cost_no_cache_and_no_prefill():
+    """Gemma 4 E2B: 12 and 3 layers with keys, of one head of 256 and 512 dims."""
+    model = work(PRESETS["gemma-4-e2b"])
+    assert model.cache_bytes == 2 * 2 * (12 * 256 + 3 * 512)
+    # Readers are two thirds of the matrices, in wide MLPs.
+    whole = model.accumulate(1, 1024, 0.0, "none", scan=False)
+    assert model.prefill(1, 1024).flops < 0.25 * whole.flops
+
+
 @pytest.mark.parametrize(
     ("name", "matrices"),
     [
