@@ -28,6 +28,7 @@ from jaxrl_post.models.per_layer import (
 )
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
+from jaxrl_post.models.vision.rows import PictureTokens
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
 from jaxrl_post.types import Array, Bool, Float, Int
 
@@ -69,7 +70,7 @@ DEFAULT_EXECUTION = Execution()
 def forward(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Int[Array, "batch length"],
+    tokens: Int[Array, "batch length"] | PictureTokens,
     *,
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
@@ -86,7 +87,7 @@ def forward(
     Args:
         params: parameters in the compute dtype.
         config: the model's config, static under jit.
-        tokens: int32 ids in [0, vocab_size).
+        tokens: int32 ids in [0, vocab_size), or ids with the embeddings of pictures.
         positions: int32; default 0, 1, 2, ... along each row.
         ends: int32, for packed rows, as `TokenBatch.ends`; 0 marks padding, whose
             hidden states mean nothing. Default: every row is one sequence.
@@ -120,7 +121,7 @@ def forward(
 def forward_with_routing(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Int[Array, "batch length"],
+    tokens: Int[Array, "batch length"] | PictureTokens,
     *,
     mask: Bool[Array, "batch length"],
     positions: Int[Array, "batch length"] | None = None,
@@ -134,7 +135,7 @@ def forward_with_routing(
     Args:
         params: parameters of a model with experts.
         config: the model's config, static under jit.
-        tokens: int32 ids.
+        tokens: as in `forward`.
         mask: False for tokens that the statistics leave out, such as padding.
         positions: as in `forward`.
         ends: as in `forward`.
@@ -232,6 +233,8 @@ class _Place:
     tables: tuple[Array, Array] | None = None
     # The tokens' embeddings for the layer, [tokens, size].
     inputs: Array | None = None
+    # Added to the layer's output, [tokens, hidden]; zeros for tokens of text.
+    level: Array | None = None
     # None with a cache, or for a model without states.
     past: Past | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
@@ -240,7 +243,7 @@ class _Place:
 def _run(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Array,
+    tokens: Array | PictureTokens,
     sight: tuple[Array | None, ...],
     kv_view: KVView | None,
     rules: Rules,
@@ -251,6 +254,9 @@ def _run(
     `sight` has positions, ends, indices and the mask of routing.
     """
     positions, ends, indices, mask = sight
+    pictures = rotations = None
+    if isinstance(tokens, PictureTokens):
+        pictures, tokens, rotations = tokens, tokens.tokens, tokens.rotations
     if positions is None:
         length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(length, tokens.shape)
@@ -263,13 +269,18 @@ def _run(
             )
         past = Past.of(config, positions, ends)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
+    levels: list[Array | None] = [None] * config.num_layers
+    if pictures is not None:
+        hidden = pictures.embedded(hidden)
+        levels[: pictures.num_levels] = pictures.levels(hidden.dtype)
     place = _Place(
         *(positions, ends, indices, mask), past=past, kernels=execution.kernels
     )
     inputs = _inputs(params, config, tokens, hidden, rules)
+    tables = layer_tables(config, positions, rotations=rotations)
     places = [
-        dataclasses.replace(place, tables=tables, inputs=each)
-        for tables, each in zip(layer_tables(config, positions), inputs, strict=True)
+        dataclasses.replace(place, tables=table, inputs=each, level=level)
+        for table, each, level in zip(tables, inputs, levels, strict=True)
     ]
     if execution.scan and kv_view is None:
         hidden, entries, routed = _scan(
@@ -335,7 +346,8 @@ def _scan(
     """Runs all layers; repeated layers run as a `lax.scan` over stacked weights."""
     entries: list[Any] = []
     routed: list[Any] = []
-    for first, period, repeats in _repetitions(config):
+    num_levels = sum(place.level is not None for place in places)
+    for first, period, repeats in _repetitions(config, num_levels):
         numbers = range(first, first + period)
         steps = [
             _remat(
@@ -381,13 +393,16 @@ def _scan(
     return hidden, entries, routed
 
 
-def _repetitions(config: ModelConfig) -> list[tuple[int, int, int]]:
+def _repetitions(
+    config: ModelConfig, num_levels: int = 0
+) -> list[tuple[int, int, int]]:
     """Groups the layers as (first, period, repeats), with equal layers per period.
 
-    A layer whose keys others read is equal to no other.
+    A layer whose keys others read is equal to no other, and so are the first
+    `num_levels` layers, each of which adds a level of pictures.
     """
     kinds = [
-        (config.layer(i), i if config.lends_keys(i) else None)
+        (config.layer(i), i if config.lends_keys(i) or i < num_levels else None)
         for i in range(config.num_layers)
     ]
     found, first = [], 0
@@ -445,6 +460,8 @@ def _layer(
         hidden = add(hidden, branch, None)
     if params.scale is not None:
         hidden = hidden * jax.lax.stop_gradient(params.scale)
+    if place.level is not None:
+        hidden = hidden + place.level
     return hidden, entry, routed
 
 

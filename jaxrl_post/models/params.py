@@ -25,6 +25,7 @@ from jaxrl_post.models.recurrent_params import (
     mamba_specs,
 )
 from jaxrl_post.models.spec import ParamSpec, is_spec, matrix, ones, when, zeros
+from jaxrl_post.models.vision_params import VisionParams, vision_specs
 
 __all__ = [
     "AttentionParams",
@@ -268,6 +269,7 @@ class DecoderParams[Leaf]:
         value_head: [1, hidden], or None if the model predicts no value.
         process_head: head of a process reward model, or None.
         per_layer: embeddings of tokens for every layer, or None.
+        vision: the vision tower of a model that also sees, or None.
     """
 
     embedding: Leaf
@@ -277,6 +279,7 @@ class DecoderParams[Leaf]:
     value_head: Leaf | None = None
     process_head: ProcessHeadParams[Leaf] | None = None
     per_layer: PerLayerParams[Leaf] | None = None
+    vision: VisionParams[Leaf] | None = None
 
 
 def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
@@ -296,7 +299,10 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
         per_layer=_per_layer(config),
     )
     scaled = functools.partial(dataclasses.replace, scale=config.initializer_range)
-    return jax.tree.map(scaled, specs, is_leaf=is_spec)
+    specs = jax.tree.map(scaled, specs, is_leaf=is_spec)
+    if config.vision is None:
+        return specs
+    return dataclasses.replace(specs, vision=vision_specs(config.vision.tower))
 
 
 def _process_head(config: ModelConfig) -> ProcessHeadParams[ParamSpec]:

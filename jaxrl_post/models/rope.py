@@ -1,6 +1,7 @@
 """Rotary position embeddings and their scaling kinds."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ __all__ = [
     "LayerRotation",
     "apply_rope",
     "layer_tables",
+    "mrope_axes",
     "rope_tables",
     "rotation",
     "yarn_mscale",
@@ -38,6 +40,8 @@ def rope_tables(
     config: ModelConfig,
     positions: Int[Array, "*batch length"],
     kind: LayerRotation = DEFAULT_ROTATION,
+    *,
+    rotations: Int[Array, "3 *batch length"] | None = None,
 ) -> tuple[Float[Array, "*batch length half"], Float[Array, "*batch length half"]]:
     """Computes cosines and sines of every position's rotary angles, float32.
 
@@ -46,9 +50,12 @@ def rope_tables(
         positions: int32 positions; a row's length can change its scaling.
         kind: the rotation of a layer. Heads of the layer's own have an angle for each
             pair of dims, which is 0 for those that do not rotate.
+        rotations: int32, positions in time, row and column of the tokens of a model
+            that also sees; None for rows of text, whose tokens have one on all axes.
 
     References:
-        Su et al., RoFormer, arXiv:2104.09864.
+        Su et al., RoFormer, arXiv:2104.09864; Wang et al., Qwen2-VL, arXiv:2409.12191
+        (M-RoPE).
     """
     scaling = config.rope_scaling
     base = config.rope_theta
@@ -60,7 +67,7 @@ def rope_tables(
     )
     if heads is not None:
         plain[heads.rotated_pairs :] = 0.0
-    places = positions[..., None].astype(jnp.float32)
+    places = _by_frequency(config, positions, rotations).astype(jnp.float32)
     scale = 1.0
     if scaling is None:
         angles = places * jnp.asarray(plain.astype(np.float32))
@@ -73,6 +80,59 @@ def rope_tables(
         frequencies, scale = _fixed(config, scaling, plain)
         angles = places * jnp.asarray(frequencies.astype(np.float32))
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def mrope_axes(sections: Sequence[int], *, interleaved: bool) -> np.ndarray:
+    """Returns which axis gives each frequency of the rotary embedding its position.
+
+    With `axes` of this function a token's angle i is `positions[axes[i]] *
+    frequency[i]`.
+
+    Args:
+        sections: frequencies of time, row and column (`mrope_section`); they sum to
+            half of the rotated dims.
+        interleaved: whether row and column take turns with time (Qwen3-VL, Qwen3.5),
+            or follow it (Qwen2.5-VL).
+
+    Returns:
+        int32 [half]: 0 time, 1 row, 2 column.
+
+    Raises:
+        ValueError: there are not three sections, or they do not fit.
+
+    >>> mrope_axes([2, 1, 1], interleaved=False).tolist()
+    [0, 0, 1, 2]
+    >>> mrope_axes([4, 2, 2], interleaved=True).tolist()
+    [0, 1, 2, 0, 1, 2, 0, 0]
+    """
+    if len(sections) != 3 or min(sections) < 0:
+        raise ValueError(
+            f"sections must be three counts: time, row, column; got {list(sections)}"
+        )
+    if not interleaved:
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
+    half = sum(sections)
+    axes = np.zeros(half, np.int32)
+    for axis in (1, 2):
+        # The i-th frequency of an axis is at 3 i + axis.
+        if 3 * (sections[axis] - 1) + axis >= half and sections[axis]:
+            raise ValueError(
+                f"sections: {list(sections)} cannot be interleaved, since row and "
+                "column must have at most a third of the frequencies"
+            )
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+def _by_frequency(
+    config: ModelConfig, positions: Array, rotations: Array | None
+) -> Int[Array, "*batch length half"]:
+    """The position by which each frequency of a token rotates."""
+    if rotations is None:
+        return positions[..., None]
+    assert config.vision is not None
+    axes = mrope_axes(config.vision.sections, interleaved=config.vision.interleaved)
+    return jnp.moveaxis(rotations[axes], 0, -1)
 
 
 def apply_rope(
@@ -106,7 +166,10 @@ def apply_rope(
 
 
 def layer_tables(
-    config: ModelConfig, positions: Int[Array, "*batch length"]
+    config: ModelConfig,
+    positions: Int[Array, "*batch length"],
+    *,
+    rotations: Int[Array, "3 *batch length"] | None = None,
 ) -> tuple[tuple[Array, Array] | None, ...]:
     """The tables of all layers, as of `rope_tables`; None where nothing rotates."""
     made: dict[LayerRotation, tuple[Array, Array]] = {}
@@ -114,7 +177,7 @@ def layer_tables(
     for index in range(config.num_layers):
         kind = rotation(config, index)
         if kind is not None and kind not in made:
-            made[kind] = rope_tables(config, positions, kind)
+            made[kind] = rope_tables(config, positions, kind, rotations=rotations)
         found.append(None if kind is None else made[kind])
     return tuple(found)
 

@@ -31,6 +31,7 @@ from jaxrl_post.pretrained.families import (
     read_config,
     right_label,
 )
+from jaxrl_post.pretrained.families.whole import stored_name, whole_family
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
 from jaxrl_post.pretrained.hf_values import section
 from jaxrl_post.pretrained.joined_experts import split_experts
@@ -86,6 +87,7 @@ def load(
     dtype: DTypeLike | None = None,
     head: Head | None = None,
     weights: bool = True,
+    vision: bool = False,
 ) -> tuple[ModelConfig, DecoderParams[Any]]:
     """Loads a model directory in either format of `save`.
 
@@ -107,6 +109,8 @@ def load(
             trained as a critic or reward model.
         weights: False reads config.json alone and returns abstract parameters,
             ShapeDtypeStructs, which tell what the model would take.
+        vision: whether to load the vision tower of a model that also sees; otherwise
+            its text model alone is loaded, and saved.
 
     Returns:
         (config, params).
@@ -131,7 +135,8 @@ def load(
     directory = Path(path)
     raw = read_config_file(directory)
     try:
-        config, further = read_config(raw), declared_next_token_layers(raw)
+        config = read_config(raw, vision=vision)
+        further = declared_next_token_layers(raw)
         wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
@@ -242,7 +247,11 @@ def save(
             write_arrays(staging, values, max_file_bytes, path)
             return
         family = family_of(config.model_type)
-        entries = entries_of(family.weights, param_specs(config))
+        family = whole_family(config, family)
+        entries = [
+            replace(entry, name=stored_name(config, entry.name))
+            for entry in entries_of(family.weights, param_specs(config))
+        ]
         carried = family.carried if source is not None and staging is not None else ()
         with _carried(Path(source or ""), carried) as others:
             write_parameters(staging, entries, values, max_file_bytes, others)
@@ -287,6 +296,7 @@ def _opened(
     Raises if the config has more layers or experts than the tensors.
     """
     family, config_file = family_of(config.model_type), directory / CONFIG_FILE
+    family = whole_family(config, family)
     if is_orbax_directory(directory):
         tensors = open_arrays(directory)
         check_counts(tensors, config, {}, config_file)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from flax import struct
 
-from jaxrl_post.models.vision.config import VisionConfig
+from jaxrl_post.models.vision_config import VisionConfig
 from jaxrl_post.types import Float, HostOrDevice, Int
 
 __all__ = ["Grid", "Pictures", "arrange", "block_order", "bucket"]

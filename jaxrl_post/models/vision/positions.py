@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["PictureSpan", "mrope_axes", "mrope_positions"]
+__all__ = ["PictureSpan", "mrope_positions"]
 
 
 class PictureSpan(NamedTuple):
@@ -31,8 +31,8 @@ def mrope_positions(
     side of the picture, in tokens.
 
     Positions are the same for Qwen2.5-VL, Qwen3-VL and Qwen3.5; which axis rotates
-    which dims differs (`mrope_axes`). The position of the token that follows the
-    sequence is the largest one plus 1.
+    which dims differs (`models.rope.mrope_axes`). The position of the token that
+    follows the sequence is the largest one plus 1.
 
     Args:
         length: tokens of the sequence.
@@ -75,45 +75,3 @@ def mrope_positions(
         place, position = end, position + max(rows, columns)
     text(length)
     return found
-
-
-def mrope_axes(sections: Sequence[int], *, interleaved: bool) -> np.ndarray:
-    """Returns which axis gives each frequency of the rotary embedding its position.
-
-    With `axes` of this function a token's angle i is `positions[axes[i]] *
-    frequency[i]`.
-
-    Args:
-        sections: frequencies of time, row and column (`mrope_section`); they sum to
-            half of the rotated dims.
-        interleaved: whether row and column take turns with time (Qwen3-VL, Qwen3.5),
-            or follow it (Qwen2.5-VL).
-
-    Returns:
-        int32 [half]: 0 time, 1 row, 2 column.
-
-    Raises:
-        ValueError: there are not three sections, or they do not fit.
-
-    >>> mrope_axes([2, 1, 1], interleaved=False).tolist()
-    [0, 0, 1, 2]
-    >>> mrope_axes([4, 2, 2], interleaved=True).tolist()
-    [0, 1, 2, 0, 1, 2, 0, 0]
-    """
-    if len(sections) != 3 or min(sections) < 0:
-        raise ValueError(
-            f"sections must be three counts: time, row, column; got {list(sections)}"
-        )
-    if not interleaved:
-        return np.repeat(np.arange(3, dtype=np.int32), sections)
-    half = sum(sections)
-    axes = np.zeros(half, np.int32)
-    for axis in (1, 2):
-        # The i-th frequency of an axis is at 3 i + axis.
-        if 3 * (sections[axis] - 1) + axis >= half and sections[axis]:
-            raise ValueError(
-                f"sections: {list(sections)} cannot be interleaved, since row and "
-                "column must have at most a third of the frequencies"
-            )
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes

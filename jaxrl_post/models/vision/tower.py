@@ -11,14 +11,14 @@ from flax import struct
 from jaxrl_post.models.layers import add_bias, project, to_heads
 from jaxrl_post.models.rope import apply_rope
 from jaxrl_post.models.vision.attention import full_attention, window_attention
-from jaxrl_post.models.vision.config import VisionConfig
-from jaxrl_post.models.vision.params import (
+from jaxrl_post.models.vision.pictures import Pictures
+from jaxrl_post.models.vision_config import VisionConfig
+from jaxrl_post.models.vision_params import (
     MergerParams,
     VisionLayerParams,
     VisionNormParams,
     VisionParams,
 )
-from jaxrl_post.models.vision.pictures import Pictures
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
 from jaxrl_post.types import Array, Float
 

@@ -24,6 +24,8 @@ from jaxrl_post.pretrained.families import (
     vision,
 )
 from jaxrl_post.pretrained.families.family import Family
+from jaxrl_post.pretrained.families.towers import TOWERS
+from jaxrl_post.pretrained.families.whole import read_vision, write_whole
 from jaxrl_post.pretrained.names import nearest_first
 
 __all__ = [
@@ -111,8 +113,13 @@ def family_of(model_type: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+def read_config(raw: Mapping[str, Any], *, vision: bool = False) -> ModelConfig:
     """Turns a parsed config.json into our config.
+
+    Args:
+        raw: the parsed config.json.
+        vision: whether to read the vision tower of a model that also sees, if it is
+            supported; otherwise its text model alone is read.
 
     Raises:
         CheckpointError: unknown family, or a config that the decoder does not support.
@@ -127,7 +134,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if family.text_model is not None:
         text = family.text_model(raw)
         family = family_of(text["model_type"])
-    return replace(family.config_from_hf(text), head=_head(raw))
+    config = replace(family.config_from_hf(text), head=_head(raw))
+    if vision and raw["model_type"] in TOWERS:
+        return replace(config, vision=read_vision(raw, config))
+    return config
 
 
 # A sequence classifier in transformers with one label is a value head without bias. A
@@ -232,7 +242,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         **family.config_to_hf(config),
         **_labels(config),
     }
-    expected, found = _comparable(config), _comparable(read_config(raw))
+    if config.vision is not None:
+        if config.head != "lm":
+            raise CheckpointError(
+                f"transformers has no model with head={config.head!r} that also sees; "
+                "load its text model alone"
+            )
+        raw = write_whole(config.vision, raw)
+    expected = _comparable(config)
+    found = _comparable(read_config(raw, vision=config.vision is not None))
     if found != expected:
         name, wanted, read = _first_difference(expected, found)
         raise CheckpointError(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.vision import VisionConfig, VisionParams, vision_specs
-from jaxrl_post.models.vision.config import VisionActivation
+from jaxrl_post.models.vision_config import VisionActivation
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.hf_values import Json, integer, integers, number, section
 from jaxrl_post.pretrained.hf_values import text as text_of

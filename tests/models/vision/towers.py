@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.vision import VisionConfig, vision_specs
-from jaxrl_post.models.vision.params import VisionParams
+from jaxrl_post.models.vision_params import VisionParams
 
 __all__ = ["CONFIGS", "drawn", "pictures_of"]
 

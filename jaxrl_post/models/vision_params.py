@@ -7,7 +7,7 @@ import jax
 from flax import struct
 
 from jaxrl_post.models.spec import ParamSpec, is_spec
-from jaxrl_post.models.vision.config import VisionConfig
+from jaxrl_post.models.vision_config import VisionConfig
 
 __all__ = [
     "MergerParams",
