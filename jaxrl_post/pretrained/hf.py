@@ -31,7 +31,7 @@ from jaxrl_post.pretrained.families import (
     read_config,
     right_label,
 )
-from jaxrl_post.pretrained.families.whole import stored_name, whole_family
+from jaxrl_post.pretrained.families.whole import saved_weights, whole_family
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
 from jaxrl_post.pretrained.hf_values import section
 from jaxrl_post.pretrained.joined_experts import split_experts
@@ -247,11 +247,8 @@ def save(
             write_arrays(staging, values, max_file_bytes, path)
             return
         family = family_of(config.model_type)
-        family = whole_family(config, family)
-        entries = [
-            replace(entry, name=stored_name(config, entry.name))
-            for entry in entries_of(family.weights, param_specs(config))
-        ]
+        weights = saved_weights(config, family)
+        entries = entries_of(weights, param_specs(config))
         carried = family.carried if source is not None and staging is not None else ()
         with _carried(Path(source or ""), carried) as others:
             write_parameters(staging, entries, values, max_file_bytes, others)

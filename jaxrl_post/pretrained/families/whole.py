@@ -17,7 +17,7 @@ from jaxrl_post.pretrained.hf_values import Json, integer, integers, section
 from jaxrl_post.pretrained.layout import Weight
 from jaxrl_post.pretrained.name_map import replaced_prefix
 
-__all__ = ["read_vision", "stored_name", "whole_family", "write_whole"]
+__all__ = ["read_vision", "saved_weights", "whole_family", "write_whole"]
 
 
 class Whole(NamedTuple):
@@ -28,21 +28,32 @@ class Whole(NamedTuple):
         sections: default of `mrope_section`.
         interleaved: as `VisionInputs.interleaved`, which no file says.
         prefixes: pairs of a prefix of our names of tensors and the one in files.
+        saved: weights that are saved otherwise than by the text model's family.
     """
 
     architecture: str
     sections: tuple[int, int, int]
     interleaved: bool
     prefixes: tuple[tuple[str, str], ...]
+    saved: Mapping[str, Weight] = {}
 
 
 # transformers 5 saves Qwen2.5-VL under the names of its first releases.
 FIRST = (("model.visual.", "visual."),)
 LATER = (("model.visual.", "model.visual."), ("model.", "model.language_model."))
+# Released files hold all experts in one tensor, and [in, out].
+EXPERTS, WIDE = "model.layers.*.mlp.experts", "experts expert_embed expert_ffn"
+JOINED = {
+    "layers.*.experts.gate": Weight(f"{EXPERTS}.gate_up_proj", WIDE, part=0, dim=-1),
+    "layers.*.experts.up": Weight(f"{EXPERTS}.gate_up_proj", WIDE, part=1, dim=-1),
+    "layers.*.experts.down": Weight(
+        f"{EXPERTS}.down_proj", "experts expert_ffn expert_embed"
+    ),
+}
 WHOLE: Mapping[str, Whole] = {
     "qwen2_5_vl": Whole("Qwen2_5_VL", (16, 24, 24), False, FIRST),
     "qwen3_vl": Whole("Qwen3VL", (24, 20, 20), True, LATER),
-    "qwen3_vl_moe": Whole("Qwen3VLMoe", (24, 20, 20), True, LATER),
+    "qwen3_vl_moe": Whole("Qwen3VLMoe", (24, 20, 20), True, LATER, JOINED),
     "qwen3_5": Whole("Qwen3_5", (11, 11, 10), True, LATER),
     "qwen3_5_moe": Whole("Qwen3_5Moe", (11, 11, 10), True, LATER),
 }
@@ -132,8 +143,18 @@ def whole_family(config: ModelConfig, family: Family) -> Family:
     return replace(family, weights=weights, vision=())
 
 
-def stored_name(config: ModelConfig, name: str) -> str:
-    """The name under which a tensor is saved."""
+def saved_weights(config: ModelConfig, family: Family) -> Mapping[str, Weight]:
+    """Name and layout of every parameter in a directory that is saved.
+
+    Args:
+        config: of the model.
+        family: of its text model.
+    """
     if config.vision is None:
-        return name
-    return replaced_prefix(name, WHOLE[config.vision.tower.model_type].prefixes)
+        return family.weights
+    kind = WHOLE[config.vision.tower.model_type]
+    weights = {**whole_family(config, family).weights, **kind.saved}
+    return {
+        path: replace(weight, name=replaced_prefix(weight.name, kind.prefixes))
+        for path, weight in weights.items()
+    }
