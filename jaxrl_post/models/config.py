@@ -16,7 +16,7 @@ from jaxrl_post.models.layer_spec import (
     check_keys,
 )
 from jaxrl_post.models.recurrences import Recurrence
-from jaxrl_post.models.vision_config import VisionConfig
+from jaxrl_post.models.vision_config import VisionInputs
 
 __all__ = [
     "Activation",
@@ -30,7 +30,6 @@ __all__ = [
     "PerLayerEmbedding",
     "QueryScaling",
     "RopeScaling",
-    "VisionInputs",
 ]
 
 # The output layer on the last hidden state: logits of the vocabulary; one value, as in
@@ -233,29 +232,6 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True)
-class VisionInputs:
-    """Pictures among the tokens of a model that also sees.
-
-    Attributes:
-        tower: computes embeddings, one for each image token.
-        image_token: id of the image tokens.
-        sections: frequencies of the rotary embedding that rotate by time, row and
-            column; they sum to half of the rotated dims.
-        interleaved: as for `models.rope.mrope_axes`.
-        marks: names and ids of the other tokens that config.json has for pictures.
-
-    References:
-        Wang et al., Qwen2-VL, arXiv:2409.12191 (M-RoPE).
-    """
-
-    tower: VisionConfig
-    image_token: int
-    sections: tuple[int, int, int]
-    interleaved: bool
-    marks: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """The architecture and sizes of a decoder; hashable, a static jit argument.
 
@@ -410,32 +386,12 @@ class ModelConfig:
             )
         self._check_layers()
         self._check_scaling()
-        self._check_vision()
-
-    def _check_vision(self) -> None:
-        """Refuses a tower of another width, and sections that do not fit."""
-        vision = self.vision
-        if vision is None:
-            return
-        if vision.tower.out_hidden_size != self.hidden_size:
-            raise ValueError(
-                "config: out_hidden_size of the vision tower must be the hidden_size "
-                f"{self.hidden_size}; got {vision.tower.out_hidden_size}"
-            )
-        if sum(vision.sections) != self.rotated_dims // 2:
-            raise ValueError(
-                f"config: vision.sections must sum to {self.rotated_dims // 2}, half "
-                f"of the rotated dims; got {vision.sections}"
-            )
-        if not 0 <= vision.image_token < self.vocab_size:
-            raise ValueError(
-                "config: vision.image_token must lie in the vocabulary of "
-                f"{self.vocab_size}; got {vision.image_token}"
-            )
-        if len(vision.tower.levels) > self.num_layers:
-            raise ValueError(
-                f"config: the vision tower must have at most {self.num_layers} levels, "
-                f"one a layer; got {len(vision.tower.levels)}"
+        if self.vision is not None:
+            self.vision.check(
+                hidden_size=self.hidden_size,
+                rotated_dims=self.rotated_dims,
+                vocab_size=self.vocab_size,
+                num_layers=self.num_layers,
             )
 
     def _check_count(self, name: str) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["VisionActivation", "VisionConfig"]
+__all__ = ["VisionActivation", "VisionConfig", "VisionInputs"]
 
 VisionActivation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -131,3 +131,51 @@ class VisionConfig:
     def windowed(self, layer: int) -> bool:
         """Whether a layer's attention stays inside of windows."""
         return self.window_size is not None and layer not in self.full_layers
+
+
+@dataclass(frozen=True)
+class VisionInputs:
+    """Pictures among the tokens of a model that also sees.
+
+    Attributes:
+        tower: computes embeddings, one for each image token.
+        image_token: id of the image tokens.
+        sections: frequencies of the rotary embedding that rotate by time, row and
+            column; they sum to half of the rotated dims.
+        interleaved: as for `models.rope.mrope_axes`.
+        marks: names and ids of the other tokens that config.json has for pictures.
+
+    References:
+        Wang et al., Qwen2-VL, arXiv:2409.12191 (M-RoPE).
+    """
+
+    tower: VisionConfig
+    image_token: int
+    sections: tuple[int, int, int]
+    interleaved: bool
+    marks: tuple[tuple[str, int], ...] = ()
+
+    def check(
+        self, *, hidden_size: int, rotated_dims: int, vocab_size: int, num_layers: int
+    ) -> None:
+        """Refuses a tower of another width, and sections that do not fit."""
+        if self.tower.out_hidden_size != hidden_size:
+            raise ValueError(
+                "config: out_hidden_size of the vision tower must be the hidden_size "
+                f"{hidden_size}; got {self.tower.out_hidden_size}"
+            )
+        if sum(self.sections) != rotated_dims // 2:
+            raise ValueError(
+                f"config: vision.sections must sum to {rotated_dims // 2}, half of the "
+                f"rotated dims; got {self.sections}"
+            )
+        if not 0 <= self.image_token < vocab_size:
+            raise ValueError(
+                "config: vision.image_token must lie in the vocabulary of "
+                f"{vocab_size}; got {self.image_token}"
+            )
+        if len(self.tower.levels) > num_layers:
+            raise ValueError(
+                f"config: the vision tower must have at most {num_layers} levels, one "
+                f"a layer; got {len(self.tower.levels)}"
+            )

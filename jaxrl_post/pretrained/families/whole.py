@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jaxrl_post.models.config import ModelConfig, VisionInputs
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.vision_config import VisionInputs
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.family import Family
 from jaxrl_post.pretrained.families.towers import (
