@@ -6,13 +6,17 @@ worker processes of environments can use it.
 """
 
 from jaxrl_post.pictures.errors import PictureError
+from jaxrl_post.pictures.numbered import Picture, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
 from jaxrl_post.pictures.reading import PictureLimits, picture_size, read_picture
 
 __all__ = [
+    "Picture",
     "PictureError",
     "PictureLimits",
     "PictureProcessor",
+    "expanded",
+    "number",
     "picture_size",
     "read_picture",
 ]

@@ -154,8 +154,8 @@ class PictureProcessor:
         """Returns the number of the language model's tokens for a grid of patches."""
         return grid[0] * grid[1] // self.merge_size**2
 
-    def patches(self, picture: np.ndarray) -> np.ndarray:
-        """Resizes a picture, normalizes it and cuts it into patches.
+    def resized(self, picture: np.ndarray) -> np.ndarray:
+        """Resizes a picture to whole blocks of patches.
 
         The resize is bicubic, along rows first, and each of the two passes rounds to
         integers from 0 to 255. So do transformers' default processor, the one of
@@ -168,9 +168,7 @@ class PictureProcessor:
             picture: uint8 [height, width, 3].
 
         Returns:
-            float32 [rows * columns, `width`]. Blocks are in the order of rows, and the
-            patches of a block follow one another. A patch's numbers are in the order
-            (channel, frame, row, column).
+            uint8 [rows * patch_size, columns * patch_size, 3], by `grid`.
 
         Raises:
             PictureError: the array is no picture, or as `check_sides`.
@@ -181,8 +179,40 @@ class PictureProcessor:
                 f"{picture.dtype} {list(picture.shape)}; use read_picture"
             )
         rows, columns = self.grid(*picture.shape[:2])
-        values = self._normalized(self._resized(picture, rows, columns))
+        image = pillow("picture").Image.fromarray(picture)
+        wide, high = columns * self.patch_size, rows * self.patch_size
+        # Two calls: in one the order of the passes depends on the version of Pillow.
+        image = image.resize((wide, image.height), resample=BICUBIC)
+        return np.array(image.resize((wide, high), resample=BICUBIC))
+
+    def patches(self, picture: np.ndarray) -> np.ndarray:
+        """Resizes a picture, normalizes it and cuts it into patches.
+
+        Args:
+            picture: uint8 [height, width, 3].
+
+        Returns:
+            As `cut`.
+
+        Raises:
+            PictureError: as `resized`.
+        """
+        return self.cut(self.resized(picture))
+
+    def cut(self, resized: np.ndarray) -> np.ndarray:
+        """Normalizes a resized picture and cuts it into patches.
+
+        Args:
+            resized: uint8 [height, width, 3], whole blocks of patches.
+
+        Returns:
+            float32 [rows * columns, `width`]. Blocks are in the order of rows, and the
+            patches of a block follow one another. A patch's numbers are in the order
+            (channel, frame, row, column).
+        """
         merge, side = self.merge_size, self.patch_size
+        rows, columns = (each // side for each in resized.shape[:2])
+        values = self._normalized(resized)
         split = (rows // merge, merge, side, columns // merge, merge, side, 3)
         # Dims: block row, block column, row and column in the block, channel, pixels.
         cut = values.reshape(split).transpose(0, 3, 1, 4, 6, 2, 5)
@@ -190,13 +220,6 @@ class PictureProcessor:
         return np.repeat(cut, self.temporal_patch_size, axis=2).reshape(
             rows * columns, self.width
         )
-
-    def _resized(self, picture: np.ndarray, rows: int, columns: int) -> np.ndarray:
-        image = pillow("picture").Image.fromarray(picture)
-        wide, high = columns * self.patch_size, rows * self.patch_size
-        # Two calls: in one the order of the passes depends on the version of Pillow.
-        image = image.resize((wide, image.height), resample=BICUBIC)
-        return np.asarray(image.resize((wide, high), resample=BICUBIC))
 
     def _normalized(self, resized: np.ndarray) -> np.ndarray:
         # The product is rounded once and the rest is float32, as in transformers.
