@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxrl_post.pictures.numbered import Picture, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
-from jaxrl_post.pictures.reading import PictureLimits, read_picture
+from jaxrl_post.pictures.reading import DEFAULT_LIMITS, PictureLimits, read_picture
 
 __all__ = ["Eyes"]
 
@@ -25,7 +25,7 @@ class Eyes:
 
     processor: PictureProcessor
     image_token: int
-    limits: PictureLimits = PictureLimits()
+    limits: PictureLimits = DEFAULT_LIMITS
     _decoded: weakref.WeakValueDictionary[bytes, Picture] = field(
         default_factory=weakref.WeakValueDictionary, init=False, repr=False
     )
