@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_post.pictures.numbered import Picture, pictures_in
+from jaxrl_post.pictures.stored import from_json, to_json
+
 __all__ = ["Tokens"]
 
 _DTYPES = {
@@ -27,7 +30,8 @@ class Tokens:
     two pieces; a slice takes a part.
 
     Attributes:
-        ids: int32 token ids.
+        ids: int32 token ids; tokens of pictures have negative numbers
+            (`pictures.number`).
         logprobs: float32 log-probabilities under the sampler's full softmax; 0 for a
             token that was not sampled.
         log_masses: float32 log of the probability mass that top-k, top-p and min-p
@@ -37,9 +41,11 @@ class Tokens:
         sampled: bool, True if the policy sampled the token. Only these are trained on.
         kept: int32 [tokens, most], ids of the tokens that top-k, top-p and min-p kept,
             padded with -1; none where nothing was cut or recorded.
+        pictures: keeps the pictures of `ids` in memory, perhaps with others.
 
     Raises:
         ValueError: the arrays are not 1-D (`kept` 2-D), or differ in length.
+        PictureError: no picture in memory has a number of `ids`.
 
     >>> prompt = Tokens.context([5, 6])
     >>> answer = Tokens.generated([7], logprobs=[-0.5], version=3)
@@ -54,6 +60,7 @@ class Tokens:
     versions: np.ndarray
     sampled: np.ndarray
     kept: np.ndarray
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -74,6 +81,8 @@ class Tokens:
                 f"{shapes}"
             )
         object.__setattr__(self, "kept", _narrow(self.kept))
+        if not self.pictures and len(self.ids) and self.ids.min() < 0:
+            object.__setattr__(self, "pictures", pictures_in(self.ids))
 
     @classmethod
     def context(cls, ids: Iterable[int]) -> Tokens:
@@ -132,6 +141,7 @@ class Tokens:
                 for name in _DTYPES
             ),
             kept=np.concatenate([part.padded_kept(most) for part in parts]),
+            pictures=tuple(dict.fromkeys(each for p in parts for each in p.pictures)),
         )
 
     def padded_kept(self, width: int) -> np.ndarray:
@@ -154,9 +164,10 @@ class Tokens:
     def __getitem__(self, span: slice) -> Tokens:
         # A part of checked arrays needs no check, and a step takes thousands of parts.
         part = object.__new__(Tokens)
-        for name, array in vars(self).items():
-            vars(part)[name] = array[span]
-        vars(part)["kept"] = _narrow(part.kept)
+        for name in _DTYPES:
+            vars(part)[name] = vars(self)[name][span]
+        vars(part)["kept"] = _narrow(self.kept[span])
+        vars(part)["pictures"] = self.pictures
         return part
 
     def __eq__(self, other: object) -> bool:
@@ -172,10 +183,12 @@ class Tokens:
 
     def to_json(self) -> dict[str, list[Any]]:
         """A JSON value from which `from_json` restores the tokens exactly."""
+        value: dict[str, list[Any]]
         value = {name: getattr(self, name).tolist() for name in _DTYPES}
-        return value | {
-            "kept": [[i for i in ids if i >= 0] for ids in self.kept.tolist()]
-        }
+        value["kept"] = [[i for i in ids if i >= 0] for ids in self.kept.tolist()]
+        if self.pictures:
+            value["pictures"] = [to_json(each) for each in pictures_in(self.ids)]
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Sequence[Any]]) -> Tokens:
@@ -184,9 +197,18 @@ class Tokens:
         ragged = value.get("kept", [[]] * len(value["ids"]))
         most = max(map(len, ragged), default=0)
         kept = [[*ids, *[-1] * (most - len(ids))] for ids in ragged]
+        arrays = {name: np.array(value[name], dtype) for name, dtype in _DTYPES.items()}
+        # The process that stored them gave its own numbers.
+        stored, pictures = arrays["ids"].copy(), []
+        for each in value.get("pictures", ()):
+            first, picture = from_json(each)
+            there = (stored >= first) & (stored < first + picture.num_tokens)
+            arrays["ids"][there] = stored[there] - first + picture.first
+            pictures.append(picture)
         return cls(
-            *(np.array(value[name], dtype) for name, dtype in _DTYPES.items()),
+            **arrays,
             kept=np.array(kept, np.int32).reshape(len(kept), most),
+            pictures=tuple(pictures),
         )
 
 

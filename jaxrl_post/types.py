@@ -7,6 +7,7 @@ The first token of a sequence has no predecessor, so its mask is always False.
 """
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import jax
@@ -94,6 +95,31 @@ PyTree = Any
 HostOrDevice = Any
 
 
+class Album(tuple):
+    """Pictures that stay in memory with a batch; equal to itself alone."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rotations"], meta_fields=["album"]
+)
+@dataclasses.dataclass(frozen=True)
+class PackedPictures:
+    """Pictures in packed rows, on the host.
+
+    Attributes:
+        rotations: int32, positions in time, row and column
+            (`pictures.positions.rotary_positions`).
+        album: keeps the pictures in memory; rows may have some of them.
+    """
+
+    rotations: Int[HostOrDevice, "rows length 3"]
+    album: Album
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenBatch:
@@ -152,6 +178,9 @@ class TokenBatch:
         margins: float32 [rows, length] or None: how far the reward of a chosen answer
             should be above the reward of the rejected one, at the chosen answer's
             tokens.
+        pictures: of the tokens with negative numbers, or None: `PackedPictures` on the
+            host; on devices `models.vision.RowPictures`, and those tokens then have the
+            model's id of image tokens.
         kept: int32 [rows, length, most] or None: ids of the tokens among which a token
             was drawn, itself one of them, padded with -1; the policy's log-prob is that
             among them. Without ids, or with None, it is that among all tokens.
@@ -177,6 +206,7 @@ class TokenBatch:
     labels: Float[HostOrDevice, "rows length"] | None = None
     margins: Float[HostOrDevice, "rows length"] | None = None
     kept: Int[HostOrDevice, "rows length most"] | None = None
+    pictures: Any = None
 
     replace = dataclasses.replace
 

@@ -83,6 +83,7 @@ class EvaluateConfig:
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
+        vision: whether the model gets the pictures of messages, by its vision tower.
         num_slots: number of samples that decode at once.
         judges: where answers are judged. local: in processes on this machine; ray: on
             the Ray cluster that is running, else on one started on this machine;
@@ -125,6 +126,7 @@ class EvaluateConfig:
     seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
+    vision: bool = False
     num_slots: Annotated[int, COUNT] = 64
     judges: str = "local"
     reward_workers: Annotated[int, COUNT] = 1

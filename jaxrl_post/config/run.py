@@ -39,6 +39,10 @@ __all__ = [
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
+# A model's vision tower in a run: not loaded, loaded, or trained too.
+Vision = Literal["off", "frozen", "trained"]
+
+
 @dataclass(frozen=True)
 class UpdateConfig:
     """Options for turning a batch into optimizer steps.
@@ -186,6 +190,9 @@ class RunConfig:
         revision: branch, tag or commit of a --model on the hub.
         dtype: dtype of the parameters; None for the checkpoint's own, float32 for a
             preset.
+        vision: whether the model gets the pictures of messages, by its vision tower:
+            "off", its text model alone is trained, and saved; "frozen", the tower stays
+            as it is; "trained", it is trained too.
         steps: length of the run in steps; each step learns from one batch, sampled or
             read.
         epochs: length of the run in passes over the training tasks, examples or pairs,
@@ -224,6 +231,7 @@ class RunConfig:
     base: str | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
+    vision: Vision = "off"
     steps: Annotated[int, COUNT, FREE] = 200
     epochs: Annotated[float | None, POSITIVE, FREE] = None
     update: UpdateConfig = field(default_factory=UpdateConfig)

@@ -95,6 +95,7 @@ class ServeConfig:
         mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
             fsdp, ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
+        vision: whether the model gets the pictures of messages, by its vision tower.
         processes: the processes of a sampler on several hosts, with `follow`.
     """
 
@@ -126,6 +127,7 @@ class ServeConfig:
     seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
+    vision: bool = False
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
 
 
@@ -248,6 +250,7 @@ class ChatConfig:
         mesh: how many devices each axis of the mesh has, such as "tp8" (axes: dp, fsdp,
             ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
+        vision: whether the model gets the pictures of messages, by its vision tower.
     """
 
     model: str
@@ -268,6 +271,7 @@ class ChatConfig:
     seed: Annotated[int, SEED] = 0
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
+    vision: bool = False
 
 
 def check_chat(config: ChatConfig) -> None:

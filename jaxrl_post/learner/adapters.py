@@ -274,7 +274,7 @@ def with_adapter(
     Raises:
         ConfigError: as `lora_of`, or the adapter of the path does not fit.
     """
-    lora, base = lora_of(config, model.config, option=option), model.params
+    lora, base = lora_of(config, model.config, option=option), model.base
     if lora is None:
         return model
     _check_labels(model, option)
@@ -300,5 +300,6 @@ def with_adapter(
         model,
         specs=specs,
         params=adapter,
+        tower=None,
         adaptation=Adaptation(base, lora, seed, continued=config.path is not None),
     )

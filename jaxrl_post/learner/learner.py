@@ -27,6 +27,7 @@ from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy
 from jaxrl_post.learner.model import Model
+from jaxrl_post.learner.pictures import SeeingPolicy, for_devices
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
 from jaxrl_post.types import PyTree, TokenBatch, rows
@@ -100,7 +101,9 @@ class Scorer:
                 f"got {batch.shape[0]}"
             )
         for first in range(0, batch.shape[0], size):
-            yield place(rows(batch, first, first + size), self.batch_sharding)
+            piece = rows(batch, first, first + size)
+            piece = for_devices(piece, self.policy.config, multiple=size)
+            yield place(piece, self.batch_sharding)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -316,9 +319,9 @@ def check_same_batch(where: str, batch: TokenBatch) -> None:
     if processes.count() == 1:
         return
     digests = {
-        field.name: zlib.crc32(np.ascontiguousarray(value).data)
+        field.name: zlib.crc32(np.ascontiguousarray(leaf).data)
         for field in dataclasses.fields(batch)
-        if (value := getattr(batch, field.name)) is not None
+        for leaf in jax.tree.leaves(getattr(batch, field.name))
     }
     processes.check_equal(where, digests)
 
@@ -377,6 +380,8 @@ def begin_training(
     if model.adaptation is not None:
         adaptation = model.adaptation
         predictor = AdaptedPolicy(model.base, policy, adaptation.lora, adaptation.seed)
+    elif model.tower is not None:
+        predictor = SeeingPolicy(model.tower, policy)
     learner = Learner(
         policy=policy,
         predictor=predictor,

@@ -23,6 +23,7 @@ from jaxrl_post.config.data import (
     variables_of,
 )
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import Vision
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.files import replace_file, writing
 from jaxrl_post.kernels.dispatch import multiply_as_float32
@@ -31,8 +32,10 @@ from jaxrl_post.learner.manifest import write_manifest
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
+from jaxrl_post.models.vision_params import VisionParams
 from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
+from jaxrl_post.pretrained.families.towers import TOWERS
 from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
 from jaxrl_post.pretrained.peft.beside import adapter_in
@@ -63,6 +66,7 @@ __all__ = [
     "read_tokenizer",
     "save_model",
     "versions",
+    "with_frozen_tower",
     "with_weights",
 ]
 
@@ -101,6 +105,7 @@ class Model:
         preset: whether the model was initialised, not loaded.
         adaptation: the adapter's base and config; None if `params` are the model's own.
         published: the model's name on the hub, None for a model from elsewhere.
+        tower: the vision tower, if it is not trained and there is no adapter.
     """
 
     name: str
@@ -113,18 +118,21 @@ class Model:
     preset: bool
     adaptation: Adaptation | None = None
     published: str | None = None
+    tower: VisionParams[Any] | None = None
 
     @property
     def base(self) -> DecoderParams[Any]:
         """The model's own parameters at step 0, without an adapter."""
-        return self.params if self.adaptation is None else self.adaptation.base
+        if self.adaptation is not None:
+            return self.adaptation.base
+        return self.whole(self.params)
 
     def whole(self, params: PyTree) -> DecoderParams[Any]:
         """Returns the parameters for `forward`, given the trained ones; no copies."""
         adaptation = self.adaptation
-        if adaptation is None:
-            return params
-        return adapted(adaptation.base, params, self.config, adaptation.lora)
+        if adaptation is not None:
+            return adapted(adaptation.base, params, self.config, adaptation.lora)
+        return params if self.tower is None else params.replace(vision=self.tower)
 
     @property
     def num_parameters(self) -> int:
@@ -173,6 +181,7 @@ def describe_model(
     rules: Rules = DEFAULT_RULES,
     option: str = "--model",
     template: TemplateConfig = AS_IT_IS,
+    vision: Vision = "off",
 ) -> Model:
     """Describes a model directory or a preset; trains the preset's tokenizer.
 
@@ -187,6 +196,7 @@ def describe_model(
         rules: mesh axes of every logical axis.
         option: name of the option that gives `name`, for errors.
         template: the date and variables that its chat template reads.
+        vision: as `config.run.Vision`.
 
     Raises:
         ConfigError: `name` is neither a directory nor a preset, it is a reward model
@@ -210,6 +220,7 @@ def describe_model(
                 dtype=wanted,
                 head=None if head == "lm" else head,
                 weights=False,
+                vision=vision != "off",
             )
         if config.head != head:
             raise ConfigError(
@@ -217,6 +228,8 @@ def describe_model(
             )
     elif name in PRESETS:
         config = dataclasses.replace(PRESETS[name], head=head)
+        if vision == "off":
+            config = dataclasses.replace(config, vision=None)
         wanted = jnp.dtype(dtype or "float32")
         with _naming("--mesh"):
             params = models.abstract(
@@ -227,6 +240,11 @@ def describe_model(
         raise ConfigError(
             f"{option}: {name!r} is neither a directory nor a preset; presets are "
             f"{nearest_first(name, PRESETS)}"
+        )
+    if vision != "off" and config.vision is None:
+        raise ConfigError(
+            f"--vision: {option} {name} has no vision tower that is supported; take "
+            f"--vision off, or a model of {', '.join(TOWERS)}"
         )
     if config.has_states and split_size("context", device_mesh, rules) > 1:
         raise MeshError(
@@ -256,7 +274,19 @@ def describe_model(
         preset=not stored,
     )
     multiply_as_float32(model.dtype)
-    return model
+    return model if vision == "trained" else with_frozen_tower(model)
+
+
+def with_frozen_tower(model: Model) -> Model:
+    """The model without its vision tower among what is trained."""
+    if model.config.vision is None:
+        return model
+    return dataclasses.replace(
+        model,
+        specs=model.specs.replace(vision=None),
+        params=model.params.replace(vision=None),
+        tower=model.params.vision,
+    )
 
 
 def open_model(
@@ -270,6 +300,7 @@ def open_model(
     rules: Rules = DEFAULT_RULES,
     option: str = "--model",
     template: TemplateConfig = AS_IT_IS,
+    vision: Vision = "off",
 ) -> Model:
     """Loads a model directory, or initialises a preset and trains its tokenizer.
 
@@ -289,6 +320,7 @@ def open_model(
         rules=rules,
         option=option,
         template=template,
+        vision=vision,
     )
     return with_weights(described, seed=seed, option=option)
 
@@ -305,8 +337,9 @@ def with_weights(model: Model, *, seed: int, option: str = "--model") -> Model:
         CheckpointError: the files of the weights cannot be read.
     """
     if model.preset:
+        specs = models.param_specs(model.config)
         params = models.initialize(
-            jax.random.key(seed), model.specs, model.dtype, model.mesh, model.rules
+            jax.random.key(seed), specs, model.dtype, model.mesh, model.rules
         )
     else:
         with _naming(option):
@@ -316,8 +349,10 @@ def with_weights(model: Model, *, seed: int, option: str = "--model") -> Model:
                 rules=model.rules,
                 dtype=model.dtype,
                 head=model.config.head,
+                vision=model.config.vision is not None,
             )
-    return dataclasses.replace(model, params=params)
+    loaded = dataclasses.replace(model, params=params)
+    return loaded if model.tower is None else with_frozen_tower(loaded)
 
 
 def read_tokenizer(directory: str, option: str) -> Tokenizer:
@@ -371,7 +406,7 @@ def save_model(
     if model.config.head == "lm+value":
         model, params = _policy_alone(model, params)
     config, source, adaptation = model.config, model.source, model.adaptation
-    whole = params
+    whole = params if adaptation is not None else model.whole(params)
     if adaptation is not None:
         whole = merged(adaptation.base, params, config, adaptation.lora)
     places, fresh = [target], outputs.staging_of(target)

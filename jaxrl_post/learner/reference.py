@@ -260,6 +260,7 @@ def _opened(
         head=model.config.head if follows else "lm",
         rules=model.rules,
         option=option,
+        vision="off" if model.config.vision is None else "trained",
     )
     if not is_abstract(model.params):
         frozen = with_weights(frozen, seed=0, option=option)
@@ -324,6 +325,11 @@ def beside_teacher(
     logits = jax.ShapeDtypeStruct((1, sizes[0]), jnp.float32)
     mask = jax.ShapeDtypeStruct((1,), jnp.bool_)
     jax.eval_shape(lambda *inputs: divergence(*inputs), logits, logits, mask)
+    if learner.policy.config.vision is not None:
+        raise ConfigError(
+            "--vision: whole distributions are compared for rows of text; take off, or "
+            "use --distill.divergence sampled"
+        )
     if learner.predictor is not None:
         raise ConfigError(
             "--lora.rank: whole distributions are compared for a student without an "

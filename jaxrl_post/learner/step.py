@@ -31,6 +31,7 @@ from jaxrl_post.models import (
 from jaxrl_post.models.decoder import Execution, Remat
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.models.vision import PictureTokens, RowPictures, with_pictures
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, Rules
 from jaxrl_post.types import Array, Float, PyTree, TokenBatch
 
@@ -146,15 +147,44 @@ def _hidden_states(
     """Returns hidden states, with the routers' losses if the model has experts."""
     if policy.config.experts is not None:
         return _routed_states(policy, params, batch, chunks)
-    inputs, how = _inputs(batch, chunks), _how(policy, chunks)
+    inputs, how = _inputs(policy, params, batch, chunks), _how(policy, chunks)
     return forward(params, policy.config, **inputs, **how), Predictions()
 
 
-def _inputs(batch: TokenBatch, chunks: Chunks) -> dict[str, Any]:
+def _inputs(
+    policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
+) -> dict[str, Any]:
     """The model's inputs, in chunks."""
     arrays = {"tokens": batch.tokens, "positions": batch.positions, "ends": batch.ends}
     cut = {name: chunks.split(jnp.asarray(a)) for name, a in arrays.items()}
+    if batch.pictures is not None:
+        cut["tokens"] = _with_pictures(
+            policy, params, cut["tokens"], batch.pictures, chunks
+        )
     return {**cut, "indices": chunks.indices}
+
+
+def _with_pictures(
+    policy: Policy, params: PyTree, tokens: Array, pictures: Any, chunks: Chunks
+) -> Array | PictureTokens:
+    """The tokens in chunks, with the embeddings of their pictures."""
+    if not isinstance(pictures, RowPictures):
+        raise ValueError(
+            "batch: its pictures are as `pack` left them; make each microbatch with "
+            "learner.pictures.for_devices"
+        )
+    pictures = pictures.replace(  # type: ignore[attr-defined]
+        places=chunks.split(jnp.asarray(pictures.places)),
+        rotations=chunks.split(jnp.asarray(pictures.rotations)),
+    )
+    return with_pictures(
+        params,
+        policy.config,
+        tokens,
+        pictures,
+        rules=chunks.rules,
+        remat="none" if policy.remat == "none" else "full",
+    )
 
 
 def _how(policy: Policy, chunks: Chunks) -> dict[str, Any]:
@@ -248,7 +278,7 @@ def _routed_states(
     policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
 ) -> tuple[Array, Predictions]:
     """Returns hidden states of a model with experts, and its routers' losses."""
-    inputs = _inputs(batch, chunks)
+    inputs = _inputs(policy, params, batch, chunks)
     hidden, routing = forward_with_routing(
         params,
         policy.config,

@@ -41,7 +41,7 @@ def rope_tables(
     positions: Int[Array, "*batch length"],
     kind: LayerRotation = DEFAULT_ROTATION,
     *,
-    rotations: Int[Array, "3 *batch length"] | None = None,
+    rotations: Int[Array, "*batch length 3"] | None = None,
 ) -> tuple[Float[Array, "*batch length half"], Float[Array, "*batch length half"]]:
     """Computes cosines and sines of every position's rotary angles, float32.
 
@@ -132,7 +132,7 @@ def _by_frequency(
         return positions[..., None]
     assert config.vision is not None
     axes = mrope_axes(config.vision.sections, interleaved=config.vision.interleaved)
-    return jnp.moveaxis(rotations[axes], 0, -1)
+    return rotations[..., axes]
 
 
 def apply_rope(
@@ -169,7 +169,7 @@ def layer_tables(
     config: ModelConfig,
     positions: Int[Array, "*batch length"],
     *,
-    rotations: Int[Array, "3 *batch length"] | None = None,
+    rotations: Int[Array, "*batch length 3"] | None = None,
 ) -> tuple[tuple[Array, Array] | None, ...]:
     """The tables of all layers, as of `rope_tables`; None where nothing rotates."""
     made: dict[LayerRotation, tuple[Array, Array]] = {}

@@ -306,6 +306,7 @@ def open_run[Config: RunConfig](
             make_tokenizer=make_tokenizer,
             head=head,
             template=template,
+            vision=config.vision,
         )
         if line := template_line(template, model.tokenizer):
             console.print(line, markup=False, highlight=False)

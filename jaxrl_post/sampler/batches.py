@@ -5,6 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxrl_post.models.vision import RowPictures, row_pictures
+from jaxrl_post.models.vision_config import VisionInputs
+from jaxrl_post.pictures.numbered import without
+from jaxrl_post.pictures.positions import rotary_positions
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.limits import no_changes
 from jaxrl_post.sampler.pages import Shared, StateSlots
@@ -19,7 +23,10 @@ __all__ = ["prefill_calls", "rows", "scored_calls"]
 
 
 def prefill_calls(
-    chunks: list[Chunk], sizes: EngineConfig, split: int
+    chunks: list[Chunk],
+    sizes: EngineConfig,
+    split: int,
+    vision: VisionInputs | None = None,
 ) -> Iterator[device.PrefillRows]:
     """Makes the arguments of the calls of `decode.prefill` for some chunks.
 
@@ -27,13 +34,17 @@ def prefill_calls(
         chunks: chunks of `Scheduler.prefill`.
         sizes: the engine's sizes.
         split: parts of the mesh.
+        vision: of a model that sees pictures.
     """
     for parts, count, length in _batched(chunks, sizes, split):
-        yield _prefill_rows(parts, count, length, sizes)
+        yield _prefill_rows(parts, count, length, sizes, vision)
 
 
 def scored_calls(
-    chunks: list[Chunk], sizes: EngineConfig, split: int
+    chunks: list[Chunk],
+    sizes: EngineConfig,
+    split: int,
+    vision: VisionInputs | None = None,
 ) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[PromptScoring, int, int]]]]:
     """Makes the arguments of calls that also score the tokens of their chunks.
 
@@ -41,6 +52,7 @@ def scored_calls(
         chunks: chunks of segments with `scoring`.
         sizes: the engine's sizes.
         split: parts of the mesh.
+        vision: of a model that sees pictures.
 
     Yields:
         The rows, what follows their tokens, and each prompt's scoring with the row of
@@ -56,15 +68,19 @@ def scored_calls(
                 assert scoring is not None
                 whole = (*chunk.segment.tokens, *chunk.segment.following)
                 after = whole[chunk.first + 1 :][: chunk.size]
-                tokens[row, : len(after)] = after
+                # A picture's token is nothing that could be sampled.
+                tokens[row, : len(after)] = np.maximum(after, 0)
                 temperature[row] = scoring.divisor
                 takers.append((scoring, row, chunk.size))
-        rows = _prefill_rows(parts, count, length, sizes)
+        rows = _prefill_rows(parts, count, length, sizes, vision)
         yield rows, Targets(tokens, temperature), takers
 
 
 def _batched(
-    chunks: list[Chunk], sizes: EngineConfig, split: int
+    chunks: list[Chunk],
+    sizes: EngineConfig,
+    split: int,
+    vision: VisionInputs | None = None,
 ) -> Iterator[tuple[list[list[Chunk]], int, int]]:
     """Each call's chunks by part of the mesh, its rows per part, and their length."""
     alike: dict[tuple[int, int], list[Chunk]] = collections.defaultdict(list)
@@ -79,7 +95,11 @@ def _batched(
 
 
 def _prefill_rows(
-    parts: list[list[Chunk]], count: int, length: int, sizes: EngineConfig
+    parts: list[list[Chunk]],
+    count: int,
+    length: int,
+    sizes: EngineConfig,
+    vision: VisionInputs | None,
 ) -> device.PrefillRows:
     split = len(parts)
     tokens = np.zeros((split * count, length), np.int32)
@@ -108,7 +128,29 @@ def _prefill_rows(
         shared = _shared(groups, count, count, 1, sizes.shared_pages(most))
     stateful = any(chunk.target != NO_STATE for part in parts for chunk in part)
     states = slots if stateful else None
-    return device.PrefillRows(tokens, starts, lengths, pages, shared, states)
+    pictures = None
+    if vision is not None:
+        tokens, pictures = _pictures(vision, parts, count, tokens)
+    return device.PrefillRows(tokens, starts, lengths, pages, shared, states, pictures)
+
+
+def _pictures(
+    vision: VisionInputs, parts: list[list[Chunk]], count: int, ids: np.ndarray
+) -> tuple[np.ndarray, RowPictures | None]:
+    """Tokens of the vocabulary, and the pictures of rows; None without any before."""
+    rotations = np.zeros((*ids.shape, 3), np.int32)
+    any_picture = False
+    for part, chunks in enumerate(parts):
+        for row, chunk in enumerate(chunks, part * count):
+            before = [t for s, n in chunk.path for t in s.tokens[:n]]
+            path = np.array([*before, *ids[row, : chunk.size]], np.int32)
+            any_picture |= bool((path < 0).any())
+            positions, _ = rotary_positions(path)
+            rotations[row, : chunk.size] = positions[len(before) :]
+    if not any_picture:
+        return ids, None
+    found = row_pictures(vision, ids, rotations, multiple=len(parts))
+    return without(ids, vision.image_token), found
 
 
 def rows(
@@ -118,6 +160,7 @@ def rows(
     *,
     vocab_size: int = 0,
     history: bool = False,
+    vision: VisionInputs | None = None,
 ) -> device.Rows:
     """Makes the arguments of `decode.decode`: samples as far as the host knows them.
 
@@ -127,6 +170,7 @@ def rows(
         split: parts of the mesh.
         vocab_size: of the model; needed if samples have constraints.
         history: whether the burst guesses from the tokens of each row.
+        vision: of a model that sees pictures.
     """
     count, constrained = split * burst.slots, burst.constrained
     words = -(-vocab_size // 32) if constrained else 0
@@ -164,6 +208,7 @@ def rows(
         else None,
         changes=no_changes(count, burst.changes) if burst.changes else None,
         states=StateSlots.none(count) if burst.sources else None,
+        shifts=None if vision is None else integers(),
     )
     for part, samples in enumerate(burst.rows):
         for index, sample in enumerate(samples):
@@ -190,8 +235,12 @@ def rows(
             if made.states is not None and own.state is not None:
                 made.states.sources[row] = burst.sources[part][index]
                 made.states.targets[row] = own.state.slot
+            if made.shifts is not None:
+                made.shifts[row] = request.shift
             if said is not None:
-                tokens = (*request.prompt, *sample.tokens.ids.tolist())
+                tokens = np.array((*request.prompt, *sample.tokens.ids), np.int32)
+                if vision is not None:
+                    tokens = without(tokens, vision.image_token)
                 said[row, : len(tokens)] = tokens
             if made.changes is not None and sampling.changes:
                 for whole, own_changes in zip(

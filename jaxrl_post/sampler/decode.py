@@ -22,6 +22,7 @@ from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
 from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.models.vision import PictureTokens, RowPictures, with_pictures
 from jaxrl_post.sampler.drafting import Draft, propose
 from jaxrl_post.sampler.guessing import look_up
 from jaxrl_post.sampler.limits import Changes
@@ -71,6 +72,7 @@ class PrefillRows:
         pages: int32, pages to write to; the number of pages or more for none.
         shared: the tokens before the chunks; None if no chunk has any.
         states: of a model with states, else None.
+        pictures: None if no row has any before its end.
     """
 
     tokens: Int[HostOrDevice, "rows length"]
@@ -79,6 +81,7 @@ class PrefillRows:
     pages: Int[HostOrDevice, "rows chunk_pages"]
     shared: Shared | None
     states: StateSlots | None = None
+    pictures: RowPictures | None = None
 
 
 @struct.dataclass
@@ -121,6 +124,8 @@ class Rows:
         changes: of logits, as in `sampling.sample`; None if no row has any. With
             penalties a burst has one step, too.
         states: of a model with states, else None.
+        shifts: int32, rotary position of a row's tokens, less their position; None for
+            a model of text.
     """
 
     progress: Progress
@@ -136,6 +141,7 @@ class Rows:
     allowed: UInt[HostOrDevice, "rows words"] | None = None
     changes: Changes | None = None
     states: StateSlots | None = None
+    shifts: Int[HostOrDevice, " rows"] | None = None
 
 
 @struct.dataclass
@@ -227,7 +233,9 @@ def prefill_states(
     hidden, view = forward(
         params,
         config,
-        jnp.asarray(rows.tokens),
+        with_pictures(
+            params, config, jnp.asarray(rows.tokens), rows.pictures, rules=rules
+        ),
         positions=positions,
         kv_view=view,
         rules=rules,
@@ -359,10 +367,14 @@ def _burst(
                 rules=rules,
             )
         else:
+            tokens = fed
+            if rows.shifts is not None:
+                turned = (at + rows.shifts[:, None])[..., None]
+                tokens = PictureTokens(fed, jnp.broadcast_to(turned, (*at.shape, 3)))
             hidden, after = forward(
                 params,
                 config,
-                fed,
+                tokens,
                 positions=at,
                 kv_view=cache,
                 rules=rules,

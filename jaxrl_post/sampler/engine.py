@@ -226,7 +226,13 @@ class Engine:
             ValueError: as `check_request`.
         """
         detokenizes = self._detokenize is not None
-        check_request(request, self.sizes, self.config.vocab_size, detokenizes)
+        check_request(
+            request,
+            self.sizes,
+            self.config.vocab_size,
+            detokenizes,
+            sees=self.config.vision is not None and not self.sizes.exact,
+        )
 
     def generate(
         self,
@@ -372,16 +378,17 @@ class Engine:
     def _prefill(self, params: DecoderParams[Array]) -> None:
         """Starts what can start, and computes a chunk of what it lacks."""
         chunks, split = self.scheduler.prefill(), self._functions.split
+        how = self.sizes, split, self.config.vision
         # They follow nothing, and others may follow them.
         scored = [chunk for chunk in chunks if chunk.segment.scoring is not None]
-        for rows, targets, takers in batches.scored_calls(scored, self.sizes, split):
+        for rows, targets, takers in batches.scored_calls(scored, *how):
             self._pages, scores = self._functions.score(
                 params, self._pages, rows, targets
             )
             for scoring, row, size in takers:
                 scoring.add(scores, row, size)
         chunks = [chunk for chunk in chunks if chunk.segment.scoring is None]
-        for rows in batches.prefill_calls(chunks, self.sizes, split):
+        for rows in batches.prefill_calls(chunks, *how):
             self._pages = self._functions.prefill(params, self._pages, rows)
 
     def _decode(
@@ -407,6 +414,7 @@ class Engine:
             split,
             vocab_size=self.config.vocab_size,
             history=history,
+            vision=self.config.vision,
         )
         progress = before or rows.progress
         if before is None and by_row is not None:

@@ -7,7 +7,12 @@ __all__ = ["check_request"]
 
 
 def check_request(
-    request: Request, sizes: EngineConfig, vocab: int, detokenizes: bool
+    request: Request,
+    sizes: EngineConfig,
+    vocab: int,
+    detokenizes: bool,
+    *,
+    sees: bool = False,
 ) -> None:
     """Refuses requests that do not fit.
 
@@ -16,6 +21,7 @@ def check_request(
         sizes: of the sampler.
         vocab: number of token ids.
         detokenizes: whether the sampler can turn ids into text.
+        sees: whether the model sees pictures.
 
     Raises:
         ValueError: an empty or too long prompt, too many tokens or stop ids, an id
@@ -65,8 +71,18 @@ def check_request(
             f"{where}: an exact engine has no logit_bias and no penalties; leave "
             "them out"
         )
+    if request.pictures and not sees:
+        raise ValueError(
+            f"{where}: the prompt has pictures, and this sampler's model does not see "
+            "them; load it with vision, and leave out exact"
+        )
+    if request.prompt[-1] < 0:
+        raise ValueError(
+            f"{where}: a prompt must end with a token of text, from which the first "
+            "token is sampled; got one that ends with a picture"
+        )
     for what, ids in (
-        ("token", request.prompt),
+        ("token", [t for t in request.prompt if t >= 0 or not request.pictures]),
         ("stop", sampling.stop_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("bad_words", [token for word in sampling.bad_words for token in word]),

@@ -72,6 +72,8 @@ def changes_of(
     """
     output = np.asarray(sampled, np.int32)
     seen = np.asarray([*prompt, *sampled], np.int32)
+    # Tokens of pictures are never sampled.
+    seen = seen[seen >= 0]
     repeats = sampling.repetition_penalty != 1
     biased = np.asarray([token for token, _ in sampling.logit_bias], np.int32)
     counted = output if sampling.frequency_penalty or sampling.presence_penalty else []

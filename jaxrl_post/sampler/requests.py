@@ -1,11 +1,14 @@
 """The sampler's input and output: sampling parameters, requests, completions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxrl_post.pictures.numbered import Picture, pictures_in
+from jaxrl_post.pictures.positions import rotary_positions
 from jaxrl_post.tokens import Tokens
 
 __all__ = [
@@ -216,7 +219,8 @@ class Request:
         prompt_id: unique within a run, in [0, 2**32). The seed, `prompt_id`, the sample
             index and the position determine the noise; other requests do not matter.
             With the sample index it names a sample.
-        prompt: token ids, at least one.
+        prompt: token ids, at least one; tokens of pictures have their numbers
+            (`pictures.number`).
         num_samples: number of samples, at least one.
         first_sample: index of the first sample; all indices lie in [0, 2**32).
         sampling: how to sample tokens.
@@ -227,6 +231,11 @@ class Request:
             requests may share it. None for `prompt_id`.
         constrain: makes the constraint of one sample, which has seen no token; None if
             every token may come. It is applied before top-k, top-p and min-p.
+        pictures: of the prompt, which stay in memory with the request.
+
+    Raises:
+        ValueError: a number is out of its range.
+        PictureError: no picture in memory has a number of the prompt.
     """
 
     prompt_id: int
@@ -237,8 +246,13 @@ class Request:
     num_sampled: int = 0
     noise_id: int | None = None
     constrain: Callable[[], Constraint] | None = None
+    pictures: tuple[Picture, ...] = field(
+        default=(), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
+        if self.prompt and min(self.prompt) < 0:
+            object.__setattr__(self, "pictures", pictures_in(self.prompt))
         for name in ("prompt_id", "first_sample", "noise_id"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**32:
@@ -260,6 +274,19 @@ class Request:
                 "Request: num_sampled must be at least 0 and less than the tokens of "
                 f"the prompt, {len(self.prompt)}; got {self.num_sampled}"
             )
+
+    @cached_property
+    def shift(self) -> int:
+        """Rotary position of the first sampled token, less its place in the row.
+
+        A picture takes fewer positions than it has tokens.
+
+        Raises:
+            PictureError: a picture of the prompt lacks tokens.
+        """
+        if not self.pictures:
+            return 0
+        return rotary_positions(self.prompt)[1] - len(self.prompt)
 
     def some(self, first: int, count: int) -> "Request":
         """Returns the request of a part of the samples, with consecutive indices."""

@@ -73,7 +73,7 @@ VISION = [
     ),
     Fault(
         "the text after a picture continues from its rows alone",
-        "models/vision/positions.py::mrope_positions",
+        "pictures/positions.py::mrope_positions",
         "max(rows, columns)",
         "rows",
         TESTS,

@@ -17,12 +17,11 @@ from jaxrl_post import pretrained
 from jaxrl_post.models import forward, logits
 from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.vision import (
-    PictureSpan,
     PictureTokens,
     arrange,
-    mrope_positions,
     tower,
 )
+from jaxrl_post.pictures.positions import PictureSpan, mrope_positions
 
 HERE = Path(__file__).parent
 NAMES = [
@@ -51,7 +50,7 @@ def illustrated(config, params, tokens, pixels, grids, *, bucket=None):
     output = tower(params.vision, config.vision.tower, arranged)
     merge, each = config.vision.tower.merge_size, output.embeddings.shape[1]
     places = np.full(tokens.shape, -1, np.int32)
-    rotations = np.zeros((3, *tokens.shape), np.int32)
+    rotations = np.zeros((*tokens.shape, 3), np.int32)
     numbers = itertools.count()
     for row, ids in enumerate(tokens):
         images = np.flatnonzero(ids == config.vision.image_token)
@@ -63,9 +62,9 @@ def illustrated(config, params, tokens, pixels, grids, *, bucket=None):
             spans.append(PictureSpan(int(images[at]), grid))
             places[row, images[at : at + size]] = number * each + np.arange(size)
             at += size
-        rotations[:, row] = mrope_positions(len(ids), spans, merge)
+        rotations[row] = mrope_positions(len(ids), spans, merge).T
     return PictureTokens(
-        jnp.asarray(tokens), jnp.asarray(places), jnp.asarray(rotations), output
+        jnp.asarray(tokens), jnp.asarray(rotations), jnp.asarray(places), output
     )
 
 

@@ -17,13 +17,12 @@ from safetensors.numpy import load_file
 
 from jaxrl_post.models.rope import apply_rope
 from jaxrl_post.models.vision import (
-    PictureSpan,
     arrange,
     mrope_axes,
-    mrope_positions,
     tower,
 )
 from jaxrl_post.pictures import PictureProcessor, read_picture
+from jaxrl_post.pictures.positions import PictureSpan, mrope_positions
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.towers import (
     vision_config_from_hf,

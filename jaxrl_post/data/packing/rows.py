@@ -5,12 +5,14 @@ import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from jaxrl_post.data.packing.units import OPTIONAL, Sequence, Tree, Unit, num_tokens
+from jaxrl_post.pictures.positions import rotary_positions
 from jaxrl_post.tokens import Tokens
-from jaxrl_post.types import TokenBatch
+from jaxrl_post.types import Album, PackedPictures, TokenBatch
 
 __all__ = ["largest_row", "pack", "pack_microbatches"]
 
@@ -188,7 +190,7 @@ def pack(
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
     members = [sequence for unit in units for sequence in _sequences(unit)]
-    given: dict[str, np.ndarray] = {
+    given: dict[str, Any] = {
         field: np.zeros((height, length), np.float32)
         for name, field in OPTIONAL.items()
         if any(getattr(each, name) is not None for each in members)
@@ -199,11 +201,15 @@ def pack(
         given["truncated"] = np.zeros((height, length), np.bool_)
     if kept_ids:
         given["kept"] = np.full((height, length, kept_ids), -1, np.int32)
+    pictures = dict.fromkeys(each for one in members for each in one.tokens.pictures)
+    if pictures:
+        rotations = np.zeros((height, length, 3), np.int32)
+        given["pictures"] = PackedPictures(rotations, Album(pictures))
     batch = batch.replace(**given)  # type: ignore[attr-defined]
     for row, chosen in enumerate(rows):
         start = 0
         for part in chosen:
-            start = _fill(batch, row, parts[part], start, 0)
+            start = _fill(batch, row, parts[part], start, 0, 0)
     return batch
 
 
@@ -285,17 +291,25 @@ def _empty(rows: int, length: int) -> TokenBatch:
     )
 
 
-def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, position: int) -> int:
-    """Writes a unit into a row, from index `start` on; returns the index after it."""
+def _fill(
+    batch: TokenBatch, row: int, unit: Unit, start: int, position: int, rotation: int
+) -> int:
+    """Writes a unit into a row, from index `start` on; returns the index after it.
+
+    Its first token is at `position` of its path, and rotates by `rotation`.
+    """
     if isinstance(unit, tuple):
         for member in unit:
-            start = _fill(batch, row, member, start, position)
+            start = _fill(batch, row, member, start, position, rotation)
         return start
     sequence = unit.node if isinstance(unit, Tree) else unit
     size = len(sequence.tokens)
     span = slice(start, start + size)
     batch.tokens[row, span] = sequence.ids
     batch.positions[row, span] = np.arange(position, position + size)
+    if batch.pictures is not None:
+        rotations, rotation = rotary_positions(sequence.ids, rotation)
+        batch.pictures.rotations[row, span] = rotations
     batch.loss_mask[row, span] = sequence.loss_mask
     if position == 0:
         # The first token of a path has no predecessor to be predicted from.
@@ -315,6 +329,6 @@ def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, position: int) ->
         batch.truncated[row, start + size - 1] = bool(sequence.truncated)
     end = start + size
     for branch in unit.branches if isinstance(unit, Tree) else ():
-        end = _fill(batch, row, branch, end, position + size)
+        end = _fill(batch, row, branch, end, position + size, rotation)
     batch.ends[row, span] = end
     return end

@@ -44,6 +44,7 @@ def open_named(
             seed=config.seed,
             make_tokenizer=make_tokenizer,
             template=template,
+            vision="frozen" if config.vision else "off",
         )
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxrl_post.models.vision import PictureSpan, mrope_axes, mrope_positions
+from jaxrl_post.models.vision import mrope_axes
+from jaxrl_post.pictures.positions import PictureSpan, mrope_positions
 
 
 def test_text_alone_has_its_places():

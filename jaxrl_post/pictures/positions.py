@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["PictureSpan", "mrope_positions"]
+from jaxrl_post.pictures.errors import PictureError
+from jaxrl_post.pictures.numbered import spots
+
+__all__ = ["PictureSpan", "mrope_positions", "rotary_positions"]
 
 
 class PictureSpan(NamedTuple):
@@ -75,3 +78,43 @@ def mrope_positions(
         place, position = end, position + max(rows, columns)
     text(length)
     return found
+
+
+def rotary_positions(
+    ids: Sequence[int] | np.ndarray, begin: int = 0
+) -> tuple[np.ndarray, int]:
+    """Computes the positions of a part of a sequence whose pictures have numbers.
+
+    Args:
+        ids: token ids. Only the last picture may lack tokens, which then follow.
+        begin: the position of the first token.
+
+    Returns:
+        int32 [tokens, 3]: time, row, column; and the position after the last token, or
+        after the whole picture to which it belongs.
+
+    Raises:
+        PictureError: a picture lacks tokens, or no picture in memory has a number.
+
+    >>> rotary_positions([7, 8], begin=5)[0].tolist(), rotary_positions([7, 8], 5)[1]
+    ([[5, 5, 5], [6, 6, 6]], 7)
+    """
+    found, missing = spots(ids), 0
+    for index, spot in enumerate(found):
+        missing = spot.picture.num_tokens - spot.block - spot.count
+        if spot.block or (missing and index + 1 < len(found)):
+            raise PictureError(
+                f"tokens: {spot.count} of the {spot.picture.num_tokens} tokens of a "
+                f"picture stand at {spot.start}; a picture must be whole, so cut rows "
+                "before or after it"
+            )
+    if missing and found[-1].start + found[-1].count < len(ids):
+        raise PictureError(
+            f"tokens: the picture at {found[-1].start} lacks its last {missing} "
+            "tokens, and text follows; cut rows before or after a picture"
+        )
+    spans = [PictureSpan(spot.start, spot.picture.grid) for spot in found]
+    merge = found[0].picture.processor.merge_size if found else 1
+    positions = mrope_positions(len(ids) + missing, spans, merge) + np.int32(begin)
+    after = int(positions.max()) + 1 if positions.size else begin
+    return np.ascontiguousarray(positions.T[: len(ids)]), after
