@@ -312,6 +312,25 @@ def _check_kind(config: RewardConfig) -> None:
         )
 
 
+def _check_vision(config: RLConfig) -> None:
+    """Refuses what cannot be combined with pictures yet."""
+    rollout = config.rollout
+    for option, given in (
+        ("--exact", config.exact),
+        ("--samplers", config.samplers),
+        ("--rollout.mesh", rollout.mesh),
+        ("--rollout.dtype", rollout.dtype),
+        ("--rollout.weights", rollout.weights),
+        ("--rollout.draft", rollout.draft),
+    ):
+        if given:
+            raise ConfigError(
+                f"{option}: cannot be combined with --vision {config.vision} yet; the "
+                "sampler sees pictures with the trainer's own arrays, without exact "
+                "mode and without a draft model; drop one of the two options"
+            )
+
+
 def _check_rl(config: RLConfig) -> None:
     _check_log_rollouts(config)
     if config.exact:
@@ -321,6 +340,8 @@ def _check_rl(config: RLConfig) -> None:
     _check_mesh(config.rollout.mesh, "--rollout.")
     _check_mesh(config.reward.mesh, "--reward.")
     _check_idle(config)
+    if config.vision != "off":
+        _check_vision(config)
     check_judges(config.rollout.judges, config.rollout.reward_cpus, "rollout.")
     if config.mismatch.warn > config.mismatch.stop:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """The model that a run trains: loading, sharding over a mesh, and saving."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import platform
 import shutil
@@ -33,6 +34,7 @@ from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.vision_params import VisionParams
+from jaxrl_post.pictures import Eyes
 from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.towers import TOWERS
@@ -40,6 +42,7 @@ from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
 from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import save_adapter
+from jaxrl_post.pretrained.picture_files import eyes_of
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.records import outputs
 from jaxrl_post.records.hub.card import CARD
@@ -69,6 +72,10 @@ __all__ = [
     "with_frozen_tower",
     "with_weights",
 ]
+
+
+# Stands for a picture in a text (U+FFFC, object replacement character).
+PLACE = "\ufffc"
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,20 @@ class Model:
         if adaptation is not None:
             return adapted(adaptation.base, params, self.config, adaptation.lora)
         return params if self.tower is None else params.replace(vision=self.tower)
+
+    @functools.cached_property
+    def eyes(self) -> Eyes | None:
+        """Turns pictures into tokens of the model; None if it does not see.
+
+        Raises:
+            ConfigError: the model's directory does not say how.
+        """
+        if self.config.vision is None:
+            return None
+        try:
+            return eyes_of(self.config.vision, self.source)
+        except CheckpointError as error:
+            raise ConfigError(f"--vision: {error}") from error
 
     @property
     def num_parameters(self) -> int:
@@ -236,6 +257,8 @@ def describe_model(
                 models.param_specs(config), wanted, device_mesh, rules
             )
         tokenizer = make_tokenizer(min(config.vocab_size, 1024))
+        if config.vision is not None:
+            config = _with_image_token(config, tokenizer)
     else:
         raise ConfigError(
             f"{option}: {name!r} is neither a directory nor a preset; presets are "
@@ -275,6 +298,18 @@ def describe_model(
     )
     multiply_as_float32(model.dtype)
     return model if vision == "trained" else with_frozen_tower(model)
+
+
+def _with_image_token(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The config of a preset that sees, with the image token of its tokenizer."""
+    ids = tokenizer.encode(PLACE)
+    if len(ids) != 1:
+        raise ConfigError(
+            "--vision: no task has a picture, so the preset's tokenizer has no image "
+            "token; take --vision off, or an environment with pictures"
+        )
+    vision = dataclasses.replace(config.vision, image_token=ids[0])
+    return dataclasses.replace(config, vision=vision)
 
 
 def with_frozen_tower(model: Model) -> Model:

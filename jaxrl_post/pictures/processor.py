@@ -114,6 +114,22 @@ class PictureProcessor:
         except PictureError as error:
             raise PictureError(f"{path}: {error}") from None
 
+    def to_json(self) -> dict[str, Any]:
+        """The content of a preprocessor_config.json that `from_file` reads."""
+        return {
+            "image_processor_type": TYPES[0],
+            "patch_size": self.patch_size,
+            "merge_size": self.merge_size,
+            "temporal_patch_size": self.temporal_patch_size,
+            "size": {
+                "shortest_edge": self.min_pixels,
+                "longest_edge": self.max_pixels,
+            },
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+            "rescale_factor": self.rescale,
+        }
+
     @property
     def block(self) -> int:
         """Side of a block of patches, in pixels."""

@@ -58,6 +58,7 @@ from jaxrl_post.pretrained.param_files import (
 )
 from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import head_of, load_adapter
+from jaxrl_post.pretrained.picture_files import write_processor
 from jaxrl_post.pretrained.quantized_files import dequantized
 from jaxrl_post.pretrained.stored_layers import check_counts, next_token_layers
 from jaxrl_post.pretrained.tensor_files import Tensor, has_tensors, open_tensors
@@ -250,6 +251,9 @@ def save(
         weights = saved_weights(config, family)
         entries = entries_of(weights, param_specs(config))
         carried = family.carried if source is not None and staging is not None else ()
+        if staging is not None and config.vision is not None:
+            origin = None if source is None else Path(source)
+            write_processor(staging, config.vision, origin)
         with _carried(Path(source or ""), carried) as others:
             write_parameters(staging, entries, values, max_file_bytes, others)
 

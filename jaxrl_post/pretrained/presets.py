@@ -48,7 +48,7 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 @cache
 def _read(name: str) -> ModelConfig:
-    return read_config(_configs()[name])
+    return read_config(_configs()[name], vision=True)
 
 
 PRESETS: Mapping[str, ModelConfig] = _Presets()

@@ -226,10 +226,9 @@ def _from_run(run: RunDirectory, config: ConvertConfig, console: Console) -> Par
     if saved is None:
         raise ConfigError(f"--input: {run.path} has checkpoints but no config.json")
     folder = _origin(run, saved, config.base, console)
-    architecture = replace(
-        read_config(read_json(folder / "config.json")),
-        head=saved.head,
-    )
+    vision = saved.config.get("vision", "off")
+    raw = read_json(folder / "config.json")
+    architecture = replace(read_config(raw, vision=vision != "off"), head=saved.head)
     checkpoints = Checkpoints(run.path / "checkpoints")
     try:
         step = checkpoints.latest() if config.step is None else config.step
@@ -247,7 +246,13 @@ def _from_run(run: RunDirectory, config: ConvertConfig, console: Console) -> Par
             params = _merged(folder, saved, architecture, lora, adapter, dtype)
         else:
             specs = models.param_specs(architecture)
+            if vision == "frozen":
+                specs = specs.replace(vision=None)
             params = checkpoints.restore_params(step, specs, dtype=dtype)
+            if vision == "frozen":
+                dtype = params.embedding.dtype
+                _, whole = pretrained.load(folder, dtype=dtype, vision=True)
+                params = params.replace(vision=whole.vision)
     finally:
         checkpoints.close()
     return architecture, params, TokenizerFiles(folder, trained=True), folder
@@ -265,7 +270,12 @@ def _merged(
     kind, trained = saved.config["lora"]["quantize"], saved.config.get("dtype")
     # The base is the run's, in its dtype; sums are rounded once.
     wanted = None if trained is None else jnp.dtype(trained)
-    _, base = pretrained.load(folder, dtype=wanted, head=architecture.head)
+    _, base = pretrained.load(
+        folder,
+        dtype=wanted,
+        head=architecture.head,
+        vision=architecture.vision is not None,
+    )
     if kind is not None:
         base = quantize(base, kind, donate=True)
     elif dtype is not None:
