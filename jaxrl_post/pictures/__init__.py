@@ -6,15 +6,18 @@ worker processes of environments can use it.
 """
 
 from jaxrl_post.pictures.errors import PictureError
+from jaxrl_post.pictures.eyes import Eyes, Shown
 from jaxrl_post.pictures.numbered import Picture, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
 from jaxrl_post.pictures.reading import PictureLimits, picture_size, read_picture
 
 __all__ = [
+    "Eyes",
     "Picture",
     "PictureError",
     "PictureLimits",
     "PictureProcessor",
+    "Shown",
     "expanded",
     "number",
     "picture_size",
