@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from jaxrl_post.pictures.numbered import Picture, expanded, number
+from jaxrl_post.pictures.numbered import Picture, PictureIds, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
 from jaxrl_post.pictures.reading import DEFAULT_LIMITS, PictureLimits, read_picture
 
@@ -47,7 +47,7 @@ class Eyes:
             self._decoded[key] = found
         return found
 
-    def expanded(self, ids: Iterable[int], sources: Sequence[bytes]) -> tuple[int, ...]:
+    def expanded(self, ids: Iterable[int], sources: Sequence[bytes]) -> PictureIds:
         """Puts the tokens of pictures in the places that a template left for them.
 
         Args:

@@ -22,7 +22,16 @@ import numpy as np
 from jaxrl_post.pictures.errors import PictureError
 from jaxrl_post.pictures.processor import PictureProcessor
 
-__all__ = ["Picture", "Spot", "expanded", "number", "pictures_in", "spots", "without"]
+__all__ = [
+    "Picture",
+    "PictureIds",
+    "Spot",
+    "expanded",
+    "number",
+    "pictures_in",
+    "spots",
+    "without",
+]
 
 # Numbers of tokens; -1 stays free, since many arrays have it for "none".
 FIRST, LAST = -(2**31), -2
@@ -239,9 +248,19 @@ def without(ids: np.ndarray, image_token: int) -> np.ndarray:
     return np.where(ids < 0, np.asarray(image_token, ids.dtype), ids)
 
 
+class PictureIds(tuple[int, ...]):
+    """A row of ids that keeps its pictures in memory.
+
+    Attributes:
+        pictures: of the row.
+    """
+
+    pictures: tuple[Picture, ...]
+
+
 def expanded(
     ids: Iterable[int], pictures: Sequence[Picture], image_token: int
-) -> tuple[int, ...]:
+) -> PictureIds:
     """Puts the tokens of pictures in the places that a chat template left for them.
 
     Args:
@@ -267,8 +286,10 @@ def expanded(
             "contain the image token"
         )
     following = iter(pictures)
-    return tuple(
+    found = PictureIds(
         each
         for token in ids
         for each in (next(following).ids if token == image_token else (token,))
     )
+    found.pictures = tuple(pictures)
+    return found
