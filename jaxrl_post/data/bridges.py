@@ -50,6 +50,7 @@ def bridge(
     >>> tokenizer.backend.decode(found, skip_special_tokens=False)
     '<|eos|>+1='
     """
+    chat.require_eyes(tokenizer, messages)
     try:
         return chat.render_reply(tokenizer, before, messages, options, stop_id=stop_id)
     except TokenizerError:
@@ -67,9 +68,9 @@ def bridge(
     ids = tokenizer.encode(parts[1])
     if stop_id is None:
         # A turn that was cut gets its end as context.
-        return ids
+        return chat.shown(tokenizer, ids, messages)
     end = tokenizer.backend.token_to_id(tokenizer.turn_end)
     if ids[:1] != (end,):
         # The answer may end in the text before the next turn.
         return None
-    return ids[1:] if stop_id == end else ids
+    return chat.shown(tokenizer, ids[1:] if stop_id == end else ids, messages)

@@ -2,14 +2,15 @@
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post.data import spans, templates
 from jaxrl_post.data.call_forms import taken_by
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.messages import Message
+from jaxrl_post.messages import PICTURE, Message
+from jaxrl_post.pictures import Picture, PictureError, Shown, expanded
 
 __all__ = [
     "NO_OPTIONS",
@@ -18,19 +19,27 @@ __all__ = [
     "Messages",
     "Options",
     "RewrittenError",
+    "misplaced",
     "once_ended",
+    "pictures_of",
     "render",
     "render_reply",
     "render_text",
     "rendered",
+    "require_eyes",
     "row_of",
+    "shown",
+    "sources",
     "text_of",
     "timed",
     "with_tools",
 ]
 
 # The attributes to read from a turn that is not a mapping.
-FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+FIELDS = (
+    "role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name",
+    "pictures",
+)  # fmt: skip
 # Data sets and templates use several names for a turn's reasoning.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of a message to be continued; the space at its end shows whether the
@@ -48,7 +57,8 @@ class MessageLike(Protocol):
 
     It may also have `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as
     messages of a chat API do. Functions that take a turn also accept a mapping with
-    these keys and any other keys that the template reads.
+    these keys and any other keys that the template reads. A message with `pictures`,
+    bytes of files, has U+FFFC in its content for each (`messages.Message`).
     """
 
     @property
@@ -132,7 +142,8 @@ def render(
         check: called with the text before it is tokenised; may refuse it by raising.
 
     Raises:
-        TokenizerError: the template fails.
+        TokenizerError: the template fails, or the model sees no pictures.
+        PictureError: as `shown`.
 
     >>> from jaxrl_post.envs import Message
     >>> tokenizer = Tokenizer.train(["1+2="])
@@ -147,7 +158,7 @@ def render(
             if message["role"] == "assistant" and ended:
                 text = once_ended(tokenizer, text)
         check(text)
-        return _open_end(tokenizer, text)
+        return shown(tokenizer, _open_end(tokenizer, text), messages)
     text = render_text(
         tokenizer,
         messages,
@@ -157,7 +168,109 @@ def render(
     )
     check(text)
     # The template writes BOS itself.
-    return tokenizer.encode(text)
+    return shown(tokenizer, tokenizer.encode(text), messages)
+
+
+def pictures_of(
+    tokenizer: Tokenizer, messages: Iterable[MessageLike | Mapping[str, Any]]
+) -> list[tuple[Picture, ...]]:
+    """The pictures of each message, decoded and resized.
+
+    Args:
+        tokenizer: of a model that sees, if a message has pictures.
+        messages: any.
+
+    Raises:
+        TokenizerError: the model sees no pictures.
+        PictureError: a picture cannot be decoded; the error names its message.
+    """
+    messages = list(messages)
+    require_eyes(tokenizer, messages)
+    return [
+        tuple(
+            _decoded(tokenizer, source, f"messages[{place}], picture {number}")
+            for number, source in enumerate(sources(message), 1)
+        )
+        for place, message in enumerate(messages)
+    ]
+
+
+def require_eyes(
+    tokenizer: Tokenizer, messages: Iterable[MessageLike | Mapping[str, Any]]
+) -> None:
+    """Raises TokenizerError if messages have pictures, and the model sees none."""
+    if tokenizer.eyes is not None:
+        return
+    for place, message in enumerate(messages):
+        if sources(message):
+            raise TokenizerError(
+                f"chat: messages[{place}] has a picture, and this model reads text "
+                "alone; choose a model that sees, or leave the picture out"
+            )
+
+
+def _decoded(tokenizer: Tokenizer, source: bytes, where: str) -> Picture:
+    assert tokenizer.eyes is not None, "required before"
+    try:
+        return tokenizer.eyes.picture(source)
+    except PictureError as error:
+        raise PictureError(f"{where}: {error}") from error
+
+
+def shown(
+    tokenizer: Tokenizer,
+    ids: tuple[int, ...],
+    messages: Iterable[MessageLike | Mapping[str, Any]],
+) -> tuple[int, ...]:
+    """Puts the tokens of the messages' pictures in the places left for them.
+
+    Args:
+        tokenizer: with which the messages were written.
+        ids: token ids of the messages.
+        messages: those with these tokens, and no others.
+
+    Returns:
+        The row; with pictures it is a `Shown`, which keeps them in memory.
+
+    Raises:
+        TokenizerError: as `pictures_of`.
+        PictureError: as `pictures_of`; or there are more or fewer places than pictures.
+    """
+    messages = list(messages)
+    found = pictures_of(tokenizer, messages)
+    if tokenizer.eyes is None:
+        return ids
+    token, count = tokenizer.eyes.image_token, sum(map(len, found))
+    if (places := ids.count(token)) != count:
+        raise misplaced(messages, places, count)
+    if not count:
+        return ids
+    pictures = [picture for each in found for picture in each]
+    return Shown.of(expanded(ids, pictures, token), pictures)
+
+
+def misplaced(
+    messages: Sequence[MessageLike | Mapping[str, Any]], places: int, count: int
+) -> PictureError:
+    """The error about pictures that a template does not write, or writes too often."""
+    roles = [
+        f"messages[{place}] of role {row_of(message)['role']!r}"
+        for place, message in enumerate(messages)
+        if sources(message)
+    ]
+    has = f"{count} pictures ({', '.join(roles)})" if roles else "no picture"
+    return PictureError(
+        f"chat: the conversation has {has}, and its text has {places} image tokens; "
+        "the chat template must write one for each picture, which many do for the "
+        "user alone, and no text may contain the image token itself"
+    )
+
+
+def sources(message: MessageLike | Mapping[str, Any]) -> Sequence[bytes]:
+    """The bytes of a message's pictures."""
+    if isinstance(message, Mapping):
+        return message.get("pictures") or ()
+    return getattr(message, "pictures", ())
 
 
 def once_ended(tokenizer: Tokenizer, text: str) -> str:
@@ -216,6 +329,8 @@ def render_text(
     rows[-1] = {**rows[-1], "content": content}
     whole = rendered(tokenizer, rows, options, False).text
     text, mark, after = whole.rpartition(MARK.rstrip())
+    if rows[-1].get("pictures"):
+        said = said.rpartition(PICTURE)[2]
     if not mark or said.strip() not in text:
         raise TokenizerError(
             "chat: the template does not write the last message as it is, so nothing "
@@ -257,6 +372,7 @@ def render_reply(
     Raises:
         RewrittenError: the template renders earlier turns differently if later turns
             follow.
+        PictureError: as `shown`, of the new messages.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
     >>> before = [{"role": "assistant", "content": "3"}]
@@ -281,8 +397,10 @@ def render_reply(
         text += "".join(text_of(row_of(message)) for message in messages)
     ids = tokenizer.encode(text)
     if ids[:1] == (stop_id,):
-        return ids[1:]
-    return tokenizer.encode(space + text) if space else ids
+        ids = ids[1:]
+    elif space:
+        ids = tokenizer.encode(space + text)
+    return shown(tokenizer, ids, messages)
 
 
 def _following(
@@ -350,7 +468,8 @@ def rendered(
             **tokenizer.variables,
             **templates.plain(options.variables, "variables"),
             "messages": [
-                templates.plain(row, f"messages[{i}]") for i, row in enumerate(rows)
+                templates.plain(_in_parts(row), f"messages[{i}]")
+                for i, row in enumerate(rows)
             ],
             "tools": templates.plain(tools, "tools"),
             "documents": templates.plain(documents, "documents"),
@@ -367,7 +486,8 @@ def rendered(
 def row_of(message: MessageLike | Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it.
 
-    It has no None, and reasoning under each of its names.
+    It has no None, and reasoning under each of its names. Its pictures are in its text
+    until the template is run (`rendered`), so it can be marked, cut and compared.
 
     Raises:
         TokenizerError: it has no role.
@@ -376,6 +496,8 @@ def row_of(message: MessageLike | Mapping[str, Any]) -> dict[str, Any]:
         entries = dict(message)
     elif isinstance(message, Message):
         entries = message.to_json()
+        if message.pictures:
+            entries["pictures"] = message.pictures
         if message.tool_calls:
             entries["tool_calls"] = [
                 {
@@ -408,6 +530,19 @@ def text_of(row: Mapping[str, Any]) -> str:
             f"got the content {row.get('content')!r}"
         )
     return row["content"]
+
+
+def _in_parts(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message for a template: with pictures, its content is a list of parts."""
+    if not row.get("pictures"):
+        return row
+    first, *texts = row["content"].split(PICTURE)
+    parts = [{"type": "text", "text": first}]
+    for text in texts:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    kept = [part for part in parts if part.get("text") != ""]
+    others = {name: value for name, value in row.items() if name != "pictures"}
+    return {**others, "content": kept}
 
 
 def _marked(content: Any) -> tuple[str, Any]:

@@ -10,6 +10,7 @@ from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.messages import Message
+from jaxrl_post.pictures.eyes import Eyes
 
 __all__ = ["Codec"]
 
@@ -24,15 +25,28 @@ class Codec:
         tokenizer: the model's.
         max_result_tokens: tokens that a tool's result may have; a longer one loses its
             middle.
+        eyes: show pictures to the model; None for those of the tokenizer, if it has
+            any (`Tokenizer.with_eyes`).
     """
 
     tokenizer: Tokenizer
     max_result_tokens: int = 1024
+    eyes: Eyes | None = None
+
+    def __post_init__(self) -> None:
+        if self.eyes is not None:
+            tokenizer = self.tokenizer.with_eyes(self.eyes)
+            object.__setattr__(self, "tokenizer", tokenizer)
 
     def render(
         self, messages: Sequence[chat.MessageLike], tools: Tools = ()
     ) -> tuple[int, ...]:
-        """Tokens of a conversation, up to the start of the assistant's answer."""
+        """Tokens of a conversation, up to the start of the assistant's answer.
+
+        Raises:
+            TokenizerError: as `chat.render`.
+            PictureError: as `chat.render`.
+        """
         return chat.render(self.tokenizer, messages, chat.with_tools(tools))
 
     def reply(
@@ -58,6 +72,7 @@ class Codec:
             chat.RewrittenError: the template writes earlier turns differently now; the
                 prompt of the next turn is `render` of all messages.
             TokenizerError: the tokens do not follow from the template.
+            PictureError: as `chat.render_reply`.
         """
         options = chat.with_tools(tools)
         if not tools:

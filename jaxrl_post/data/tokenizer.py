@@ -21,6 +21,7 @@ from jaxrl_post.data.tokenizer_files import (
     write_stop_ids,
 )
 from jaxrl_post.data.turn_end import find_turn_end
+from jaxrl_post.pictures.eyes import Eyes
 
 __all__ = ["TextError", "Tokenizer", "TokenizerError"]
 
@@ -45,7 +46,7 @@ class Tokenizer:
         settings: all of the base's tokenizer_config.json, which `save` keeps.
 
     `variables` and `now` are what templates read where `chat.Options` say nothing else;
-    see `with_template`.
+    see `with_template`. `eyes` show pictures to the model; see `with_eyes`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Tokenizer:
         self.settings = dict(settings or {})
         self.variables: Mapping[str, Any] = {}
         self.now: datetime.datetime | None = None
+        self.eyes: Eyes | None = None
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -279,6 +281,19 @@ class Tokenizer:
         # These are computed from renderings.
         for name in ("stop_ids", "turn_end"):
             vars(given).pop(name, None)
+        return given
+
+    def with_eyes(self, eyes: Eyes | None) -> "Tokenizer":
+        """This tokenizer for a model that also sees pictures.
+
+        The functions that render messages then put the tokens of pictures in their
+        places; `encode` itself reads text alone.
+
+        Args:
+            eyes: of the model; None for a model that reads text alone.
+        """
+        given = copy.copy(self)
+        given.eyes = eyes
         return given
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
 """Tools of a conversation as tokens: answers that call them, and their results."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.replies import THINK, THOUGHT, Format, Reply, format_of, parse
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.messages import Message
+from jaxrl_post.messages import PICTURE, Message
 
 __all__ = [
     "expresses_tools",
@@ -140,7 +141,7 @@ def shortened(
 
     Args:
         tokenizer: the model's.
-        messages: of any role; only tools' messages are cut.
+        messages: of any role; only tools' messages are cut, and no picture of them.
         most: tokens of a message's content, without the mark in the cut.
 
     >>> tokenizer = Tokenizer.train(["7"])
@@ -164,4 +165,8 @@ def _shortened(tokenizer: Tokenizer, message: Message, most: int) -> Message:
         list(ids[len(ids) - tail :]), skip_special_tokens=False
     )
     mark = f"[... {len(ids) - most} tokens left out ...]"
-    return Message.from_json(message.to_json() | {"content": before + mark + after})
+    if message.pictures:
+        # Text is left out alone: every picture stays.
+        lost = len(message.pictures) - (before + after).count(PICTURE)
+        mark += PICTURE * lost
+    return replace(message, content=before + mark + after)

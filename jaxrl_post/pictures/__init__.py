@@ -6,7 +6,7 @@ worker processes of environments can use it.
 """
 
 from jaxrl_post.pictures.errors import PictureError
-from jaxrl_post.pictures.eyes import Eyes
+from jaxrl_post.pictures.eyes import Eyes, Shown
 from jaxrl_post.pictures.numbered import Picture, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
 from jaxrl_post.pictures.reading import PictureLimits, picture_size, read_picture
@@ -17,6 +17,7 @@ __all__ = [
     "PictureError",
     "PictureLimits",
     "PictureProcessor",
+    "Shown",
     "expanded",
     "number",
     "picture_size",

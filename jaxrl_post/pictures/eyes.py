@@ -4,12 +4,42 @@ import hashlib
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxrl_post.pictures.numbered import Picture, PictureIds, expanded, number
+from jaxrl_post.pictures.numbered import Picture, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
-from jaxrl_post.pictures.reading import DEFAULT_LIMITS, PictureLimits, read_picture
+from jaxrl_post.pictures.reading import (
+    DEFAULT_LIMITS,
+    PictureLimits,
+    picture_size,
+    read_picture,
+)
 
-__all__ = ["Eyes"]
+__all__ = ["Eyes", "Shown"]
+
+
+class Shown(tuple[int, ...]):
+    """A row of ids that keeps the pictures in it in memory.
+
+    Without its pictures, a row's negative numbers say nothing (`numbered`). A slice or
+    a copy is a plain tuple: what needs its pictures asks for them while this row lives.
+
+    Attributes:
+        pictures: the pictures.
+    """
+
+    pictures: tuple[Picture, ...]
+
+    @classmethod
+    def of(cls, ids: Iterable[int], pictures: Sequence[Picture]) -> "Shown":
+        """A row with its pictures."""
+        made = cls(ids)
+        made.pictures = tuple(pictures)
+        return made
+
+    def __reduce__(self) -> Any:
+        # The numbers are valid in this process alone.
+        return tuple, (tuple(self),)
 
 
 @dataclass(frozen=True)
@@ -47,15 +77,30 @@ class Eyes:
             self._decoded[key] = found
         return found
 
-    def expanded(self, ids: Iterable[int], sources: Sequence[bytes]) -> PictureIds:
+    def num_tokens(self, source: bytes) -> int:
+        """Number of a picture's tokens, by its header, without decoding it.
+
+        Raises:
+            PictureError: as `picture_size`.
+        """
+        size = picture_size(source, limits=self.limits)
+        return self.processor.tokens(self.processor.grid(*size))
+
+    def expanded(self, ids: Iterable[int], sources: Sequence[bytes]) -> tuple[int, ...]:
         """Puts the tokens of pictures in the places that a template left for them.
 
         Args:
             ids: a rendered conversation, with one image token for each picture.
             sources: the pictures of the conversation, in order.
 
+        Returns:
+            The row; with pictures it is a `Shown`, which keeps them in memory.
+
         Raises:
             PictureError: as `pictures.expanded` and `picture`.
         """
+        ids = tuple(ids)
+        if not sources and self.image_token not in ids:
+            return ids
         pictures = [self.picture(source) for source in sources]
-        return expanded(ids, pictures, self.image_token)
+        return Shown.of(expanded(ids, pictures, self.image_token), pictures)

@@ -248,19 +248,9 @@ def without(ids: np.ndarray, image_token: int) -> np.ndarray:
     return np.where(ids < 0, np.asarray(image_token, ids.dtype), ids)
 
 
-class PictureIds(tuple[int, ...]):
-    """A row of ids that keeps its pictures in memory.
-
-    Attributes:
-        pictures: of the row.
-    """
-
-    pictures: tuple[Picture, ...]
-
-
 def expanded(
     ids: Iterable[int], pictures: Sequence[Picture], image_token: int
-) -> PictureIds:
+) -> tuple[int, ...]:
     """Puts the tokens of pictures in the places that a chat template left for them.
 
     Args:
@@ -286,10 +276,8 @@ def expanded(
             "contain the image token"
         )
     following = iter(pictures)
-    found = PictureIds(
+    return tuple(
         each
         for token in ids
         for each in (next(following).ids if token == image_token else (token,))
     )
-    found.pictures = tuple(pictures)
-    return found

@@ -14,6 +14,7 @@ from jaxrl_post.data.replies import Reply
 from jaxrl_post.data.tokenizer import TextError, TokenizerError
 from jaxrl_post.envs.env import Answer, Message, Step, Task, ToolCall
 from jaxrl_post.envs.workers.pool import Judgement
+from jaxrl_post.pictures import PictureError
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.episode import Episode
 from jaxrl_post.rollout.flight import EpisodeLimits, Flight
@@ -90,8 +91,16 @@ class Dialogue:
         samples: Sequence[int],
         sampling: SamplingParams,
     ) -> None:
-        """Begins episodes of a task; the next round submits them to the sampler."""
-        prompt = Tokens.context(self.codec.render(task.messages, task.tools))
+        """Begins episodes of a task; the next round submits them to the sampler.
+
+        Raises:
+            PictureError: a picture of the task cannot be shown; the error names it.
+        """
+        try:
+            rendered = self.codec.render(task.messages, task.tools)
+        except PictureError as error:
+            raise PictureError(f"--env: task {task.id}: {error}") from error
+        prompt = Tokens.context(rendered)
         begun = {i: flights.begin(prompt_id, i, task, prompt) for i in samples}
         self._groups[prompt_id] = _Running(sampling, len(begun), begun)
 
@@ -255,8 +264,9 @@ class Dialogue:
             )
         try:
             event = self._with_reply(flight, step)
-        except TextError as error:
-            # Only this reply failed: the environment may quote the policy.
+        except (TextError, PictureError) as error:
+            # Only this reply failed: the environment may quote the policy, or show
+            # what the policy's program drew.
             event = flights.Failed(f"reply: {error}")
         except TokenizerError as error:
             if not flight.task.tools:

@@ -115,7 +115,9 @@ def test_a_cut_picture_is_refused():
 
 
 def test_tokens_hold_their_pictures():
-    tokens = Tokens.context(expanded([5, 9], [drawn(1, 2, 11)], 9))
+    picture = drawn(1, 2, 11)
+    tokens = Tokens.context([5, *picture.ids])
+    del picture
     tokens += Tokens.context([6])
     gc.collect()
     picture = tokens.pictures[0]

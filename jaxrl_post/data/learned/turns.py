@@ -14,6 +14,7 @@ then it is one sequence. Templates of models that think do not:
   one, `\n</think>\n\n`: a model that learns such turns ends its thought at once.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,11 +23,13 @@ import numpy as np
 
 from jaxrl_post.data import chat, spans, templates
 from jaxrl_post.data.chat import NO_OPTIONS, Messages, Options
+from jaxrl_post.data.learned.pictures import Expansion
 from jaxrl_post.data.learned.tokens import AsSampled
 from jaxrl_post.data.replies import THINK, THOUGHT
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import form_of
 from jaxrl_post.messages import Message
+from jaxrl_post.pictures import Shown
 
 __all__ = [
     "answered",
@@ -65,11 +68,11 @@ def conversation(
     generation prompt ends. Every turn must end with a stop token, or the model would
     not learn to stop. If the template ends a turn only by the head of the next turn,
     `Tokenizer.turn_end` is appended to the last turn. A token is in the mask if it
-    begins in a span. The tokens before a turn equal its prompt's, tokenised alone,
-    as the sampler has them (`AsSampled`); transformers tokenises the text as a whole,
-    which may give a token that reaches from the prompt into the turn. Without a
-    template the contents are concatenated, with the end-of-sequence token after each
-    turn of the assistant.
+    begins in a span; a token of a picture never is. The tokens before a turn equal its
+    prompt's, tokenised alone, as the sampler has them (`AsSampled`); transformers
+    tokenises the text as a whole, which may give a token that reaches from the prompt
+    into the turn. Without a template the contents are concatenated, with the
+    end-of-sequence token after each turn of the assistant.
 
     Args:
         tokenizer: with or without a chat template.
@@ -83,7 +86,9 @@ def conversation(
 
     Raises:
         TokenizerError: no turn of the assistant; the template fails, begins a turn
-            differently from its prompt, or ends a turn without a stop token.
+            differently from its prompt, or ends a turn without a stop token; the model
+            sees no pictures.
+        PictureError: a picture cannot be shown.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
     >>> question = {"role": "user", "content": "1+2="}
@@ -92,7 +97,7 @@ def conversation(
     >>> tokenizer.backend.decode(tokens[mask], skip_special_tokens=False)
     '3<|eos|>'
     """
-    found, sampled = [], AsSampled(tokenizer)
+    found, sampled, shown = [], AsSampled(tokenizer), Expansion.of(tokenizer, messages)
     for text, produced in parts(tokenizer, messages, options, only_last=only_last):
         # A span that follows another directly has no prompt before it.
         ends = {end for _, end in produced}
@@ -106,7 +111,7 @@ def conversation(
         for begin, end in produced:
             mask |= (begin <= places) & (places < end)
         found.append((np.asarray(ids, np.int32), mask))
-    return found
+    return shown.expanded(found)
 
 
 def answered(
@@ -127,10 +132,11 @@ def answered(
         options: inputs of the template.
 
     Returns:
-        Token ids of the prompt, and of the answer.
+        Token ids of the prompt, which keep its pictures in memory, and of the answer.
 
     Raises:
         TokenizerError: as `conversation`.
+        PictureError: as `conversation`.
 
     >>> tokenizer = Tokenizer.train(["1+2=3"])
     >>> _, target = answered(tokenizer, [{"role": "user", "content": "1+2="}], "3")
@@ -139,6 +145,8 @@ def answered(
     """
     if isinstance(answer, str):
         answer = Message("assistant", answer)
+    # Held while ids stand for them.
+    pictures = chat.pictures_of(tokenizer, messages)
     if not tokenizer.chat_templates:
         if answer.tool_calls:
             raise TokenizerError(
@@ -159,7 +167,9 @@ def answered(
             f"answer {answer!r:.80}"
         )
     first, end = int(learned[0]), int(learned[-1]) + 1
-    return tuple(tokens[:first].tolist()), tuple(tokens[first:end].tolist())
+    held = tuple(itertools.chain(*pictures))
+    prompt = Shown.of(tokens[:first].tolist(), held)
+    return prompt, tuple(tokens[first:end].tolist())
 
 
 def parts(
