@@ -1,7 +1,6 @@
 """The model that a run trains: loading, sharding over a mesh, and saving."""
 
 import dataclasses
-import functools
 import importlib.metadata
 import platform
 import shutil
@@ -34,7 +33,6 @@ from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.vision_params import VisionParams
-from jaxrl_post.pictures import Eyes
 from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.towers import TOWERS
@@ -140,20 +138,6 @@ class Model:
         if adaptation is not None:
             return adapted(adaptation.base, params, self.config, adaptation.lora)
         return params if self.tower is None else params.replace(vision=self.tower)
-
-    @functools.cached_property
-    def eyes(self) -> Eyes | None:
-        """Turns pictures into tokens of the model; None if it does not see.
-
-        Raises:
-            ConfigError: the model's directory does not say how.
-        """
-        if self.config.vision is None:
-            return None
-        try:
-            return eyes_of(self.config.vision, self.source)
-        except CheckpointError as error:
-            raise ConfigError(f"--vision: {error}") from error
 
     @property
     def num_parameters(self) -> int:
@@ -286,6 +270,10 @@ def describe_model(
         )
     except TokenizerError as error:
         raise ConfigError(f"--template.variables: {name}: {error}") from error
+    if config.vision is not None:
+        with _naming("--vision"):
+            eyes = eyes_of(config.vision, Path(name) if stored else None)
+        tokenizer = tokenizer.with_eyes(eyes)
     model = Model(
         name,
         config,

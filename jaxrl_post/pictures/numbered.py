@@ -22,7 +22,16 @@ import numpy as np
 from jaxrl_post.pictures.errors import PictureError
 from jaxrl_post.pictures.processor import PictureProcessor
 
-__all__ = ["Picture", "Spot", "expanded", "number", "pictures_in", "spots", "without"]
+__all__ = [
+    "Picture",
+    "PictureIds",
+    "Spot",
+    "expanded",
+    "number",
+    "pictures_in",
+    "spots",
+    "without",
+]
 
 # Numbers of tokens; -1 stays free, since many arrays have it for "none".
 FIRST, LAST = -(2**31), -2

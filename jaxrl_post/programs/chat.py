@@ -77,7 +77,7 @@ class Conversation:
     def __init__(self, config: ChatConfig, model: Model) -> None:
         self._config = config
         self._tokenizer = model.tokenizer
-        self._codec = Codec(model.tokenizer, config.max_result_tokens, model.eyes)
+        self._codec = Codec(model.tokenizer, config.max_result_tokens)
         context = context_of(model.config)
         self._most = config.max_tokens or max(1, min(context // 2, MOST_TOKENS))
         if self._most >= context:

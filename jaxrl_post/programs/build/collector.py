@@ -79,7 +79,7 @@ def make_collector(
         judges: run the environment.
     """
     dialogue = Dialogue(
-        codec=Codec(model.tokenizer, rollout.max_result_tokens, model.eyes),
+        codec=Codec(model.tokenizer, rollout.max_result_tokens),
         judges=judges,
         limits=EpisodeLimits(rollout.max_turns, rollout.max_prompt_tokens),
         grace_s=rollout.reward_grace_s if rollout.partial else 0.0,
