@@ -12,6 +12,7 @@ from launch.recipes.games import guess, nim, world
 from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
 from launch.recipes.own_files import jsonl, mixture, process_reward, reward_model
+from launch.recipes.pictures import pictures
 from launch.recipes.programs import code, python
 from launch.recipes.queries import text2sql
 from launch.recipes.search import search
@@ -44,6 +45,7 @@ PROGRAM = cli.Program(
         "lookup": lookup,
         "search": search,
         "instructions": instructions,
+        "pictures": pictures,
         "text2sql": text2sql,
         "code": code,
         "python": python,

@@ -29,6 +29,7 @@ from jaxrl_post.envs.tasks.mixture import (
     mixture,
 )
 from jaxrl_post.envs.tasks.nim import Nim
+from jaxrl_post.envs.tasks.pictures import Pictures
 from jaxrl_post.envs.tasks.programs import Code, Functions, calculate
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
@@ -41,8 +42,8 @@ __all__ = ["make", "named_code"]
 
 _FORMS = (
     "arithmetic, bfcl, calculate, code, facts, functions, gsm8k, guess, instructions, "
-    "jsonl, judged, lookup, mixture, nemo-gym, nim, openenv, text2sql, verifiers, "
-    "world, reasoning-gym:<task>, <module>:<factory>"
+    "jsonl, judged, lookup, mixture, nemo-gym, nim, openenv, pictures, text2sql, "
+    "verifiers, world, reasoning-gym:<task>, <module>:<factory>"
 )
 _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "bfcl": Bfcl,
@@ -59,6 +60,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "nemo-gym": NemoGym,
     "nim": Nim,
     "openenv": OpenEnv,
+    "pictures": Pictures,
     "text2sql": Text2SQL,
     "verifiers": Verifiers,
     "world": World,
@@ -87,6 +89,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         calculate?digits=3                      functions?operations=3
         jsonl?path=sums.parquet&prompt=question&answer=answer&grader=math
         instructions?constraints=3              instructions?path=ifeval.jsonl
+        pictures?kinds=count,digit&side=32
         text2sql?level=2                        text2sql?path=questions.jsonl&rows=0
         judged?path=prompts.jsonl&url=http://127.0.0.1:8000/v1&kind=compare
         mixture?path=mixture.json
@@ -123,8 +126,8 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
     Traceback (most recent call last):
     ValueError: no environment 'arithmetics'; there are arithmetic, bfcl, calculate,
     code, facts, functions, gsm8k, guess, instructions, jsonl, judged, lookup, mixture,
-    nemo-gym, nim, openenv, text2sql, verifiers, world, reasoning-gym:<task>,
-    <module>:<factory>; did you mean 'arithmetic'?
+    nemo-gym, nim, openenv, pictures, text2sql, verifiers, world,
+    reasoning-gym:<task>, <module>:<factory>; did you mean 'arithmetic'?
     """
     name, _, query = spec.partition("?")
     chosen = parse_query(spec, query)

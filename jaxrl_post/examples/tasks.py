@@ -18,6 +18,7 @@ from jaxrl_post.data.tools import no_tools
 from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.rendered import Rendered
+from jaxrl_post.messages import identity
 from jaxrl_post.specs import raised
 
 __all__ = [
@@ -438,10 +439,11 @@ def _check_task(task: object, where: str) -> None:
 
 
 def _digest(task: Task) -> bytes:
-    """A hash of the prompt, roles included."""
+    """A hash of the prompt, roles and pictures included."""
     digest = hashlib.blake2b(digest_size=16)
     for message in task.messages:
-        content = message.content.encode("utf-8", errors="surrogatepass")
+        content = identity(message.content, message.pictures)
+        content = content.encode("utf-8", errors="surrogatepass")
         digest.update(f"{message.role} {len(content)} ".encode())
         digest.update(content)
     return digest.digest()

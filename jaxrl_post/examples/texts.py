@@ -6,6 +6,7 @@ from importlib import resources
 
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Environment, Message
+from jaxrl_post.messages import PICTURE
 
 __all__ = ["environment_texts", "environment_tokenizer", "shortened", "tokenizer_of"]
 
@@ -25,17 +26,21 @@ def tokenizer_of(texts: Callable[[], list[str]], vocab_size: int) -> Tokenizer:
 def environment_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
     """Trains a tokenizer for the tasks of an environment; deterministic.
 
-    If a task has tools, it has a chat template that writes them.
+    If a task has tools, it has a chat template that writes them. If one has pictures,
+    U+FFFC, which stands for a picture, is a token of its own.
     """
     texts = environment_texts(environment)
     tasks = environment.tasks("train")
-    if not any(task.tools for task in tasks[: min(len(tasks), TOKENIZER_TEXTS)]):
-        return Tokenizer.train(texts, vocab_size=vocab_size)
+    first = tasks[: min(len(tasks), TOKENIZER_TEXTS)]
+    shown = any(message.pictures for task in first for message in task.messages)
+    marks = (PICTURE,) if shown else ()
+    if not any(task.tools for task in first):
+        return Tokenizer.train(texts, vocab_size=vocab_size, marks=marks)
     template = resources.files("jaxrl_post.data").joinpath("tool_calls.jinja")
     return Tokenizer.train(
         texts,
         vocab_size=vocab_size,
-        marks=MARKS,
+        marks=(*MARKS, *marks),
         chat_template=template.read_text(encoding="utf-8"),
     )
 

@@ -1,0 +1,34 @@
+"""A small model learns to see from reward, on two CPU cores in minutes."""
+
+from dataclasses import replace
+
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.config.run import EvalConfig, UpdateConfig
+from launch.recipes.demo import demo
+
+__all__ = ["pictures"]
+
+
+def pictures() -> RLConfig:
+    """`python -m launch.grpo --recipe pictures`: questions about drawn pictures."""
+    return replace(
+        demo(),
+        model="demo-qwen3-vl",
+        vision="trained",
+        run_dir="runs/pictures",
+        env="pictures?guesses=1",
+        steps=300,
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            truncated="zero",
+            max_prompt_tokens=0,
+            max_tokens=4,
+        ),
+        update=UpdateConfig(microbatch_tokens=2048),
+        optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_ratio=10 / 300),
+        eval=EvalConfig(every=50, num_tasks=200),
+        warm_start=replace(demo().warm_start, steps=50, examples_per_step=32),
+    )
