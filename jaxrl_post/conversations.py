@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_post.jsonl import BadRowError, is_unicode
-from jaxrl_post.messages import ROLES, Message, Role
+from jaxrl_post.messages import ROLES, Message, Role, identity
 from jaxrl_post.tables import listed
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "common_beginning",
     "conversation_of",
     "group_of",
+    "pictures_of",
     "prompt_of",
     "require_assistant",
     "require_no_tools",
@@ -39,7 +40,8 @@ def prompt_of(value: Any, name: str = "prompt") -> tuple[Message, ...]:
     """The messages of a prompt; a text becomes one message of the user.
 
     Args:
-        value: a text, or a list of {"role", "content"}.
+        value: a text, or a list of {"role", "content"}, perhaps with pictures
+            (`pictures.rows.read_row`).
         name: name of the field, for error messages.
 
     Raises:
@@ -123,10 +125,12 @@ def conversation_of(value: Any, name: str) -> tuple[Message, ...]:
 def group_of(prompt: tuple[Message, ...]) -> str:
     """The text of a prompt; examples with equal prompts are held out together.
 
+    Pictures have short names in it, so prompts with other pictures are not equal.
+
     >>> group_of(prompt_of("2+2="))
     '2+2='
     """
-    return "\n\n".join(message.content for message in prompt)
+    return "\n\n".join(identity(each.content, each.pictures) for each in prompt)
 
 
 def require_no_tools(row: Mapping[str, Any]) -> None:
@@ -207,4 +211,14 @@ def _message(value: Any, where: str) -> Message:
                 "the key. Supervised fine-tuning reads it (field 'messages', or "
                 "'prompt' and 'completion')"
             )
-    return Message(value["role"], text_of(value["content"], f"{where}: 'content'"))
+    content = text_of(value["content"], f"{where}: 'content'")
+    return Message(value["role"], content, pictures=pictures_of(value))
+
+
+def pictures_of(value: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """The pictures that `pictures.rows.read_row` found in a message.
+
+    Others are none: a file has no tuples.
+    """
+    found = value.get("pictures")
+    return found if isinstance(found, tuple) else ()

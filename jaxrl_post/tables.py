@@ -1,7 +1,9 @@
 """Reads JSON Lines and Parquet files; the fields of a row determine its layout."""
 
+import collections
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,8 @@ from jaxrl_post.jsonl import (
     json_lines,
     json_object,
 )
+from jaxrl_post.pictures.errors import PictureError
+from jaxrl_post.pictures.rows import has_pictures, read_row
 
 __all__ = ["FORMATS", "Format", "Layout", "listed", "read_table"]
 
@@ -30,6 +34,9 @@ FORMATS = {
 
 # Large enough for a small overhead per batch, small enough for long conversations.
 _PARQUET_BATCH_ROWS = 1024
+
+# Rows whose pictures are read ahead: enough for all threads, and few in memory.
+_AHEAD = 64
 
 # Columns with conversations and tools. Arrow gives all structs of a column the same
 # fields, so a row has other rows' fields too, such as the parameters of their tools, as
@@ -71,6 +78,7 @@ def read_table[Item](
     on_bad_row: OnBadRow = "fail",
     columns: Mapping[str, str] = MappingProxyType({}),
     file_format: Format = "auto",
+    messages: Sequence[str] = (),
 ) -> tuple[list[Item], Report]:
     """Reads the items of all rows of a file.
 
@@ -87,6 +95,9 @@ def read_table[Item](
             of these fields are tried, and a field that the file has under the layouts'
             name is not read.
         file_format: the format of the file; "auto" tries the layouts of all.
+        messages: fields of messages that may have parts and pictures; `layouts` see
+            them as `pictures.rows.read_row` returns them. Files that a row names lie
+            in the folder of `path`.
 
     Returns:
         The items in the file's order, and a report (its lines are rows, from 1, for a
@@ -124,9 +135,16 @@ def read_table[Item](
     first_line, remark = 0, ""
     absent = set(columns)
 
+    def renamed(load: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        return _renamed(load(), columns, layouts)
+
+    rows = ((line, partial(renamed, load)) for line, load in rows)
+    if messages:
+        rows = _with_pictures(rows, messages, Path(path).parent)
+
     def parse(line: int, load: Callable[[], Mapping[str, Any]]) -> list[Item]:
         nonlocal layout, first_line, remark
-        row = _renamed(load(), columns, layouts)
+        row = load()
         absent.difference_update(row)
         found = _layout(row, layouts)
         if layout is not None and layout.format != "plain":
@@ -269,6 +287,45 @@ _OTHER_KINDS = (
 
 # (line, function that loads the row): a row that cannot be loaded is one bad row.
 type _Rows = Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]
+
+
+def _with_pictures(rows: _Rows, fields: Sequence[str], root: Path) -> _Rows:
+    """Reads the pictures of some rows ahead, in threads; the order stays."""
+    waiting: collections.deque[tuple[int, Callable[[], Mapping[str, Any]]]]
+    waiting = collections.deque()
+    pool = ThreadPoolExecutor()
+    try:
+        for line, load in rows:
+            waiting.append((line, _begun(load, fields, root, pool)))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft()
+        yield from waiting
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begun(
+    load: Callable[[], Mapping[str, Any]],
+    fields: Sequence[str],
+    root: Path,
+    pool: ThreadPoolExecutor,
+) -> Callable[[], Mapping[str, Any]]:
+    try:
+        row = load()
+    except BadRowError:
+        return load  # which raises again, in its turn
+    if not has_pictures(row, fields):
+        return lambda: row
+    return pool.submit(_seen, row, fields, root).result
+
+
+def _seen(
+    row: Mapping[str, Any], fields: Sequence[str], root: Path
+) -> Mapping[str, Any]:
+    try:
+        return read_row(row, fields, root)
+    except PictureError as error:
+        raise BadRowError(str(error)) from error
 
 
 def _json_rows(path: str) -> _Rows:

@@ -7,11 +7,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from jaxrl_post.conversations import answer_of, group_of, prompt_of, text_of
+from jaxrl_post.conversations import (
+    answer_of,
+    group_of,
+    pictures_of,
+    prompt_of,
+    text_of,
+)
 from jaxrl_post.data import formats
 from jaxrl_post.data.call_forms import calls_of
 from jaxrl_post.data.tokenizer_files import TokenizerError
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
+from jaxrl_post.messages import identity
+from jaxrl_post.pictures.rows import COLUMNS
 from jaxrl_post.tables import Format, Layout, listed, read_table
 
 __all__ = ["Chat", "Text", "read_chats"]
@@ -30,9 +38,10 @@ class Chat:
     """A conversation; the assistant's turns are trained on.
 
     Args:
-        messages: each with "role" and "content", as a chat template reads them.
-        group: the text before the assistant's first turn; examples with the same group
-            are held out together.
+        messages: each with "role" and "content", as a chat template reads them, and
+            "pictures" if the content shows any (`messages.Message`).
+        group: the text before the assistant's first turn, with names of its pictures;
+            examples with the same group are held out together.
         only_last: learn only the last turn, the answer to a prompt.
         tools: JSON schemas of functions; None without tools.
     """
@@ -84,6 +93,9 @@ def read_chats(
     - instruction, output, of Alpaca, perhaps with input, system and history; the output
       and the answers in the history are learned.
 
+    A content may be a list of parts, texts and pictures, and a row of messages or of a
+    prompt may have a column `images` (`pictures.rows`).
+
     Which files it reads, bad rows, columns, formats, the report and what is raised are
     as in `tables.read_table`.
 
@@ -101,7 +113,12 @@ def read_chats(
     ('2+2=', '4')
     """
     return read_table(
-        path, _LAYOUTS, on_bad_row=on_bad_row, columns=columns, file_format=file_format
+        path,
+        _LAYOUTS,
+        on_bad_row=on_bad_row,
+        columns=columns,
+        file_format=file_format,
+        messages=("prompt", "messages", "conversations", "completion"),
     )
 
 
@@ -143,8 +160,13 @@ def _chat(value: list[Any], field: str, tools: Any) -> Chat:
             f"field {field!r} has no turn of the assistant, so there is nothing to "
             "learn"
         )
-    before = [each.get("content") or "" for each in messages[:first]]
-    return Chat(messages, "\n\n".join(before), tools=_tools(tools))
+    return Chat(messages, _group(messages[:first]), tools=_tools(tools))
+
+
+def _group(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n\n".join(
+        identity(each.get("content") or "", pictures_of(each)) for each in messages
+    )
 
 
 def _messages(value: list[Any], field: str) -> tuple[Mapping[str, Any], ...]:
@@ -169,7 +191,7 @@ def _message(value: Any, where: str) -> Mapping[str, Any]:
             f"{message.get('role')!r}"
         )
     for key in message:
-        if key not in _KEYS:
+        if key not in _KEYS and not (key == "pictures" and pictures_of(message)):
             raise BadRowError(
                 f"{where}: the key {key!r} is not known; there are {listed(_KEYS)}"
             )
@@ -200,7 +222,11 @@ def _completion(row: Mapping[str, Any]) -> list[Chat | Text]:
     answer = answer_of(row["completion"], "completion", prompt)
     if not answer.strip():
         raise BadRowError("the completion is empty")
-    messages = tuple({"role": m.role, "content": m.content} for m in prompt)
+    messages = tuple(
+        {"role": m.role, "content": m.content}
+        | ({"pictures": m.pictures} if m.pictures else {})
+        for m in prompt
+    )
     reply = {"role": "assistant", "content": answer}
     return [Chat((*messages, reply), group_of(prompt), only_last=True)]
 
@@ -237,8 +263,7 @@ def _with_calls(
             "field 'completion' must be the assistant's message, alone or after the "
             f"prompt's messages, got the roles {[each['role'] for each in after]}"
         )
-    group = "\n\n".join(each.get("content") or "" for each in before)
-    return Chat((*before, *after), group, only_last=True, tools=tools)
+    return Chat((*before, *after), _group(before), only_last=True, tools=tools)
 
 
 def _text(row: Mapping[str, Any]) -> list[Chat | Text]:
@@ -252,7 +277,7 @@ def _of_sharegpt(field: str) -> Layout[Chat | Text]:
     return Layout(
         (field,),
         partial(_shared, field),
-        formats.SHAREGPT_OPTIONAL,
+        (*formats.SHAREGPT_OPTIONAL, *COLUMNS),
         "sharegpt",
         partial(formats.is_sharegpt, field),
     )
@@ -260,8 +285,8 @@ def _of_sharegpt(field: str) -> Layout[Chat | Text]:
 
 _LAYOUTS: Sequence[Layout[Chat | Text]] = (
     _of_sharegpt("messages"),
-    Layout(("messages",), _conversation, ("tools",)),
-    Layout(("prompt", "completion"), _completion, ("tools",)),
+    Layout(("messages",), _conversation, ("tools", *COLUMNS)),
+    Layout(("prompt", "completion"), _completion, ("tools", *COLUMNS)),
     Layout(("text",), _text),
     _of_sharegpt("conversations"),
     Layout(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_post.conversations import text_of
+from jaxrl_post.conversations import pictures_of, text_of
 from jaxrl_post.jsonl import BadRowError
 from jaxrl_post.tables import listed
 
@@ -178,7 +178,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
                 f"{hint}--data.columns messages=FIELD names" if "role" in turn else ""
             )
             raise BadRowError(f"{where}: no {key!r} (keys: {listed(turn)}){hint}")
-    more = given.keys() - {"from", "value"}
+    pictures = pictures_of(given)
+    more = given.keys() - {"from", "value", *(["pictures"] if pictures else [])}
     if more:
         raise BadRowError(
             f"{where}: the key {min(more)!r} is not known; there are 'from', 'value'"
@@ -198,7 +199,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
             for call in calls
         ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
-    return _said(_SPEAKERS[speaker], text)
+    said = _said(_SPEAKERS[speaker], text)
+    return said | ({"pictures": pictures} if pictures else {})
 
 
 def _system(

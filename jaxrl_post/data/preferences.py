@@ -26,6 +26,7 @@ from jaxrl_post.conversations import (
 from jaxrl_post.data import formats
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 from jaxrl_post.messages import Message
+from jaxrl_post.pictures.rows import COLUMNS
 from jaxrl_post.tables import Format, Layout, listed, read_table
 
 __all__ = ["JudgedAnswer", "Preference", "read_preferences"]
@@ -108,6 +109,9 @@ def read_preferences(
     with tools is bad, and so is a message with more than role and content that a chat
     template would write, such as tool_calls or reasoning_content.
 
+    A content may be a list of parts, texts and pictures, and a row may have a column
+    `images` (`pictures.rows`); prompts alone show pictures.
+
     Which files it reads, bad rows, columns, formats, the report and what is raised are
     as in `tables.read_table`.
 
@@ -127,7 +131,12 @@ def read_preferences(
     ((Message(role='user', content='2+2='),), '4', '5')
     """
     found, report = read_table(
-        path, _LAYOUTS, on_bad_row=on_bad_row, columns=columns, file_format=file_format
+        path,
+        _LAYOUTS,
+        on_bad_row=on_bad_row,
+        columns=columns,
+        file_format=file_format,
+        messages=("prompt", "conversations", *_ANSWERS, "completion"),
     )
     if not found:
         raise ValueError(
@@ -254,10 +263,10 @@ _LAYOUTS: Sequence[Layout[Any]] = (
         "alpaca",
         formats.is_alpaca_pair,
     ),
-    Layout(("prompt", *_ANSWERS), _with_prompt, _NUMBERS),
-    Layout(_ANSWERS, _conversations, _NUMBERS),
+    Layout(("prompt", *_ANSWERS), _with_prompt, (*_NUMBERS, *COLUMNS)),
+    Layout(_ANSWERS, _conversations, (*_NUMBERS, *COLUMNS)),
     Layout(("question", "ground_truth"), _solutions),
-    Layout(("prompt", "completion", "label"), _judged),
+    Layout(("prompt", "completion", "label"), _judged, COLUMNS),
     Layout(
         ("conversations", "label"),
         _shared_answer,

@@ -20,6 +20,7 @@ from jaxrl_post.data.learned import without_begun
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.jsonl import BadRowError, OnBadRow, Report
 from jaxrl_post.messages import Message
+from jaxrl_post.pictures.rows import COLUMNS
 from jaxrl_post.tables import Layout, read_table
 
 __all__ = ["Solution", "judged_tokens", "read_steps"]
@@ -50,7 +51,8 @@ def read_steps(
 ) -> tuple[list[Solution], Report]:
     r"""Reads solutions whose steps are labelled, in the layout of TRL's data sets.
 
-    A row has `prompt`, a text or a list of {"role", "content"}; `completions`, the
+    A row has `prompt`, a text or a list of {"role", "content"}, perhaps with pictures
+    as for `read_chats`; `completions`, the
     steps, a list of texts; and `labels`, as many bools or numbers in [0, 1].
 
     Which files it reads, bad rows, columns, the report and what is raised are as in
@@ -68,8 +70,10 @@ def read_steps(
     >>> solution.steps, solution.labels
     (('2+1', '4'), (1.0, 0.0))
     """
-    layout = Layout(("prompt", "completions", "labels"), _solution)
-    return read_table(path, [layout], on_bad_row=on_bad_row, columns=columns)
+    layout = Layout(("prompt", "completions", "labels"), _solution, COLUMNS)
+    return read_table(
+        path, [layout], on_bad_row=on_bad_row, columns=columns, messages=("prompt",)
+    )
 
 
 def judged_tokens(
@@ -102,6 +106,7 @@ def judged_tokens(
     Raises:
         ValueError: the separator has no token.
         TokenizerError: as `chat.render`.
+        PictureError: as `chat.render`.
 
     >>> tokenizer = Tokenizer.train(["1+1=2"])
     >>> prompt = [Message("user", "1+1=")]
@@ -117,7 +122,9 @@ def judged_tokens(
             f"separator must have a token, at which a step is judged; got {separator!r}"
         )
     ended, steps = without_begun(tokenizer, messages, steps)
-    prompt = (*chat.render(tokenizer, messages), *tokenizer.encode(ended))
+    # Held: it keeps its pictures in memory.
+    asked = chat.render(tokenizer, messages)
+    prompt = (*asked, *tokenizer.encode(ended))
     parts = [(*tokenizer.encode(step), *mark) for step in steps]
     sequence = packing.Sequence.of(prompt, [token for part in parts for token in part])
     ends = len(prompt) + np.cumsum([len(part) for part in parts]) - 1

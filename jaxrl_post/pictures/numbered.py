@@ -24,7 +24,6 @@ from jaxrl_post.pictures.processor import PictureProcessor
 
 __all__ = [
     "Picture",
-    "PictureIds",
     "Spot",
     "expanded",
     "number",

@@ -14,7 +14,7 @@ from jaxrl_post.extras import install
 from jaxrl_post.pictures.errors import PictureError, check_sides
 from jaxrl_post.pictures.source import bytes_of, name_of
 
-__all__ = ["PictureLimits", "picture_size", "pillow", "read_picture"]
+__all__ = ["PictureLimits", "checked", "picture_size", "pillow", "read_picture"]
 
 # Pillow has more decoders, some of which run other programs (PostScript).
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -92,9 +92,35 @@ def read_picture(
     >>> read_picture(red).tolist()
     [[[255, 0, 0]], [[255, 0, 0]]]
     """
-    with _opened(source, root, limits) as (library, image):
+    with _opened(source, root, limits) as (library, image, _):
         image.load()
         return _rgb(library, _upright(library, image), name_of(source))
+
+
+def checked(
+    source: bytes | str,
+    root: Path | None = None,
+    limits: PictureLimits = DEFAULT_LIMITS,
+) -> bytes:
+    """Returns the bytes of a picture's file, after `read_picture` could read it.
+
+    Args:
+        source: as in `read_picture`.
+        root: as there.
+        limits: as there.
+
+    Raises:
+        PictureError: as `read_picture`.
+        ModuleNotFoundError: Pillow is not installed.
+
+    >>> red = b"P6 1 2 255 " + 2 * bytes([255, 0, 0])
+    >>> checked(red) == red
+    True
+    """
+    with _opened(source, root, limits) as (library, image, encoded):
+        image.load()
+        _rgb(library, _upright(library, image), name_of(source))
+        return encoded
 
 
 def picture_size(
@@ -119,7 +145,7 @@ def picture_size(
     >>> picture_size(b"P6 1 2 255 ")
     (2, 1)
     """
-    with _opened(source, root, limits) as (library, image):
+    with _opened(source, root, limits) as (library, image, _):
         if image.format == "TIFF":
             # Pillow itself turns it, in some versions before it is decoded.
             image.load()
@@ -136,8 +162,8 @@ def picture_size(
 @contextmanager
 def _opened(
     source: bytes | str, root: Path | None, limits: PictureLimits
-) -> Iterator[tuple[Any, Any]]:
-    """Opens a picture that may be decoded: Pillow, and its image.
+) -> Iterator[tuple[Any, Any, bytes]]:
+    """Opens a picture that may be decoded: Pillow, its image, and the file's bytes.
 
     Errors of decoders, here and where the image is used, become PictureErrors.
     """
@@ -148,7 +174,7 @@ def _opened(
         with library.Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             # Opening reads the header alone.
             _check(image, limits, name)
-            yield library, image
+            yield library, image, encoded
     except PictureError:
         raise
     # Decoders of damaged files raise errors of many types.

@@ -7,7 +7,10 @@ from typing import Any
 
 from jaxrl_post.conversations import require_prompt, text_of
 from jaxrl_post.jsonl import BadRowError
-from jaxrl_post.messages import Message, Role, ToolCall
+from jaxrl_post.messages import PICTURE, Message, Role, ToolCall
+from jaxrl_post.pictures.contents import content_of, data_url
+from jaxrl_post.pictures.errors import PictureError
+from jaxrl_post.pictures.reading import checked
 
 __all__ = ["messages_of", "response_of", "tools_of"]
 
@@ -17,7 +20,6 @@ _ROLES: Mapping[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
-_TEXTS = ("input_text", "output_text", "text")
 
 
 def messages_of(params: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -32,7 +34,8 @@ def messages_of(params: Mapping[str, Any]) -> tuple[Message, ...]:
         The messages; the last one is not the assistant's.
 
     Raises:
-        BadRowError: the body holds something else, such as an image.
+        BadRowError: the body holds something else, such as a picture that is no data:
+            URL, or that cannot be decoded.
 
     >>> messages_of({"instructions": "Be brief.", "input": "2+2="})
     (Message(role='system', content='Be brief.'), Message(role='user', content='2+2='))
@@ -127,7 +130,7 @@ def response_of(
                     "id": f"output_{number}",
                     "status": "completed",
                     "call_id": call_id,
-                    "output": message.content,
+                    "output": _content(message),
                 }
             )
         elif message.role == "assistant":
@@ -147,9 +150,8 @@ def response_of(
                     }
                 )
         else:
-            output.append(
-                {"type": "message", "role": message.role, "content": message.content}
-            )
+            content = _content(message)
+            output.append({"type": "message", "role": message.role, "content": content})
     parallel = params.get("parallel_tool_calls")
     return {
         "id": name,
@@ -193,25 +195,52 @@ def _add(found: list[Message], item: Mapping[str, Any], where: str) -> None:
     if kind == "function_call_output":
         call_id = str(item.get("call_id") or "")
         names = {call.id: call.name for m in found for call in m.tool_calls}
-        text = _text(item.get("output"), f"{where}: output")
-        found.append(
-            Message("tool", text, tool_call_id=call_id, name=names.get(call_id))
+        text, pictures = _read(item.get("output"), f"{where}: output")
+        name = names.get(call_id)
+        message = Message(
+            "tool", text, tool_call_id=call_id, name=name, pictures=pictures
         )
+        found.append(message)
         return
     if kind != "message" or item.get("role") not in _ROLES:
         raise BadRowError(
             f"{where} must be a message of {', '.join(_ROLES)}, a function_call or a "
             f"function_call_output, got type {kind!r} and role {item.get('role')!r}"
         )
-    text = _text(item.get("content"), f"{where}: content")
-    found.append(Message(_ROLES[item["role"]], text))
+    text, pictures = _read(item.get("content"), f"{where}: content")
+    if pictures and item["role"] == "assistant":
+        raise BadRowError(
+            f"{where}: a turn of the assistant must be text, got a picture"
+        )
+    found.append(Message(_ROLES[item["role"]], text, pictures=pictures))
 
 
-def _text(value: Any, what: str) -> str:
-    """A text, or the texts of a list of parts, joined."""
+def _read(value: Any, what: str) -> tuple[str, tuple[bytes, ...]]:
+    """A text, or the texts and pictures of a list of parts, joined."""
     if not isinstance(value, list):
-        return text_of(value, what)
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS:
-            raise BadRowError(f"{what} must be of parts of text, got {part!r:.80}")
-    return "".join(text_of(part.get("text"), what) for part in value)
+        return text_of(value, what), ()
+    try:
+        text, pictures = content_of(value, _picture)
+    except PictureError as error:
+        raise BadRowError(f"{what}: {error}") from None
+    return text_of(text, what), pictures
+
+
+def _picture(source: bytes | str | None) -> bytes:
+    if source is None:
+        raise PictureError("has no picture; give a data: URL")
+    return checked(source)
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    """The content of a message that is no answer, as the server reads it."""
+    if not message.pictures:
+        return message.content
+    first, *texts = message.content.split(PICTURE)
+    parts: list[dict[str, Any]] = [{"type": "input_text", "text": first}]
+    for picture, text in zip(message.pictures, texts, strict=True):
+        parts += [
+            {"type": "input_image", "image_url": data_url(picture)},
+            {"type": "input_text", "text": text},
+        ]
+    return [part for part in parts if part.get("text") != ""]

@@ -30,6 +30,11 @@ class TasksOfFiles[Row]:
     eval_path: str | None
     on_bad_row: OnBadRow
 
+    @property
+    def _messages(self) -> tuple[str, ...]:
+        """Fields whose messages may show pictures."""
+        return ()
+
     def tasks(self, split: Split) -> Sequence[Task]:
         """The problems of a split, in the file's order.
 
@@ -44,6 +49,7 @@ class TasksOfFiles[Row]:
         rows = rows_of_split(
             *(split, self.path, self.eval_path, self._row, self._text),
             on_bad_row=self.on_bad_row,
+            messages=self._messages,
         )
         return tuple(self._task(index, row) for index, row in enumerate(rows))
 
@@ -67,6 +73,7 @@ def rows_of_split[Row](
     text: Callable[[Row], str],
     *,
     on_bad_row: OnBadRow,
+    messages: Sequence[str] = (),
 ) -> Sequence[Row]:
     """Reads the rows of a split from a JSON Lines or Parquet file; logs bad rows.
 
@@ -78,6 +85,7 @@ def rows_of_split[Row](
         read: makes a row of its fields; raises BadRowError.
         text: the text of a row's problem.
         on_bad_row: "fail" or "skip".
+        messages: as for `read_table`.
 
     Raises:
         ValueError: at a bad row under "fail", or if the split is empty.
@@ -86,7 +94,9 @@ def rows_of_split[Row](
     """
     separate = split == "eval" and eval_path is not None
     chosen = eval_path if separate and eval_path else path
-    rows, report = read_table(chosen, [Layout((), read)], on_bad_row=on_bad_row)
+    rows, report = read_table(
+        chosen, [Layout((), read)], on_bad_row=on_bad_row, messages=messages
+    )
     if report.num_bad:
         _LOGGER.warning("%s", report)
     if eval_path is None:

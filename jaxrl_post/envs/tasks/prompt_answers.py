@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxrl_post.conversations import prompt_of, text_of
+from jaxrl_post.conversations import group_of, prompt_of, text_of
 from jaxrl_post.envs.env import (
     Answer,
     Message,
@@ -75,7 +75,9 @@ class PromptAnswers(TasksOfFiles["_Row"]):
             out by a hash of its text.
         on_bad_row: "fail" raises at a bad row, "skip" drops it and logs a warning.
         prompt: the field of the prompt, a text or a list of {"role", "content"}; the
-            default is "prompt", or "messages" in a row without the field "prompt".
+            default is "prompt", or "messages" in a row without the field "prompt". A
+            content may be a list of parts, texts and pictures, and a row may have a
+            column `images` (`pictures.rows`).
         answer: the field of the answer, a text or a number; for f1 also a list of
             them, for schema an object, for a function any value. Rows need it unless
             all graders are functions that do not.
@@ -132,8 +134,12 @@ class PromptAnswers(TasksOfFiles["_Row"]):
         """A short name for logs."""
         return "jsonl"
 
+    @property
+    def _messages(self) -> tuple[str, ...]:
+        return _PROMPTS if self.prompt is None else (self.prompt,)
+
     def _text(self, row: _Row) -> str:
-        return row.text
+        return group_of(row.messages)
 
     def prepare(self) -> None:
         """Imports the library or the function that the grader needs.
@@ -189,7 +195,7 @@ class PromptAnswers(TasksOfFiles["_Row"]):
         *before, last = row.messages
         if self.instruction:
             content = f"{last.content}\n\n{self.instruction}"
-            last = Message(last.role, content)
+            last = replace(last, content=content)
         if self.system:
             before.insert(0, Message("system", self.system))
         reference = ""

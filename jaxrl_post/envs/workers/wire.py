@@ -17,6 +17,7 @@ from jaxrl_post.envs.real_number import real_number, shown
 from jaxrl_post.frames import receive_frame
 
 __all__ = [
+    "LARGEST_PICTURES",
     "LONGEST_MESSAGES",
     "Ask",
     "Reply",
@@ -46,6 +47,8 @@ class Ask:
 # Characters in an environment's answer to one turn. More does not help a policy, and
 # the training process would have to tokenise all of it.
 LONGEST_MESSAGES = 2**20
+# Bytes of the files of an answer's pictures.
+LARGEST_PICTURES = 2**25
 
 
 def receive_reply(connection: socket.socket, *, expires: float | None) -> Reply:
@@ -79,7 +82,8 @@ def encode_step(step: object) -> dict[str, Any]:
 
     Raises:
         ValueError: if `step` is no `Step`, one of its numbers is no number or not
-            finite, or its messages have more than 2**20 characters.
+            finite, or its messages have more than 2**20 characters, or pictures of
+            more than 2**25 bytes.
 
     >>> encode_step(Step(reward=1.0, done=True))
     {'reward': 1.0, 'done': True, 'messages': [], 'metrics': {}, 'rewards': {}}
@@ -101,6 +105,12 @@ def encode_step(step: object) -> dict[str, Any]:
         raise ValueError(
             f"messages must have at most {LONGEST_MESSAGES} characters together, got "
             f"{size}: shorten what a tool returns"
+        )
+    weight = sum(len(each) for message in step.messages for each in message.pictures)
+    if weight > LARGEST_PICTURES:
+        raise ValueError(
+            f"messages must have pictures of at most {LARGEST_PICTURES:,} bytes "
+            f"together, got {weight:,}: make them smaller"
         )
     players = {
         str(name): real_number(f"reward of player {name!r}", value)

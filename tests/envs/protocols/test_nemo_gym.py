@@ -355,7 +355,7 @@ def test_a_pool_names_the_server_and_takes_lost_sessions_again(path):
         ({"input": [{"type": "computer_call"}]}, "got type 'computer_call'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input 0: content must be of parts of text",
+            "input 0: content: part 1: has no picture; give a data: URL",
         ),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tool 0 must be a func"),
         ({"input": "a", "tools": [ADD, ADD]}, "tool 1: there are two of the name"),

@@ -29,6 +29,7 @@ def processor_of(config):
     )
 
 
+@functools.cache
 def drawn(config, rows, columns, seed):
     """A picture of noise, of so many tokens a side."""
     processor = processor_of(config)
