@@ -68,8 +68,10 @@ class Pictures:
 
     def __post_init__(self) -> None:
         kinds = self.kinds.split(",") if isinstance(self.kinds, str) else []
-        if not kinds or not set(kinds) <= set(QUESTIONS) or len(set(kinds)) < len(
-            kinds
+        if (
+            not kinds
+            or not set(kinds) <= set(QUESTIONS)
+            or len(set(kinds)) < len(kinds)
         ):
             raise ValueError(
                 f"kinds must be different ones of {', '.join(QUESTIONS)}, joined by "
