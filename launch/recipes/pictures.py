@@ -30,5 +30,5 @@ def pictures() -> RLConfig:
         update=UpdateConfig(microbatch_tokens=2048),
         optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_ratio=10 / 300),
         eval=EvalConfig(every=50, num_tasks=200),
-        warm_start=replace(demo().warm_start, steps=50, examples_per_step=32),
+        warm_start=replace(demo().warm_start, steps=100, examples_per_step=64),
     )
