@@ -205,7 +205,7 @@ def require_eyes(
         if sources(message):
             raise TokenizerError(
                 f"chat: messages[{place}] has a picture, and this model reads text "
-                "alone; choose a model that sees, or leave the picture out"
+                "alone; load a model that sees with --vision, or leave the picture out"
             )
 
 

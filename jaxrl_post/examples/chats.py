@@ -17,6 +17,7 @@ from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.packed import TEXTS, fitting
 from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened
+from jaxrl_post.pictures import PictureError
 from jaxrl_post.records.sinks import show_report, warnings_shown
 
 __all__ = ["Chats", "open_chats"]
@@ -65,6 +66,11 @@ class Chats:
         texts = (turn.get("content") for turn in turns)
         return [text for text in texts if isinstance(text, str)]
 
+    def messages(self, split: Split, index: int) -> chat.Messages:
+        """The messages of a conversation; none of a plain text."""
+        each = self._of(split)[index]
+        return () if isinstance(each, Text) else each.messages
+
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:
@@ -93,7 +99,8 @@ class Chats:
 
         Raises:
             ConfigError: the chat template cannot render the conversation, or leaves
-                something out of it, which `on_unwritten` does not allow.
+                something out of it, which `on_unwritten` does not allow; or a picture
+                cannot be shown.
         """
         each = self._of(split)[index]
         try:
@@ -101,7 +108,7 @@ class Chats:
                 texts = self.written(tokenizer, split, index)
                 dropped({index: _unwritten(tokenizer, each, texts)}, split, "fail")
             return _sequences(tokenizer, each)
-        except TokenizerError as error:
+        except (TokenizerError, PictureError) as error:
             raise _unfit(each, error) from error
 
     def fitting(self, tokenizer: Tokenizer, max_tokens: int) -> "Chats":
@@ -204,22 +211,26 @@ def _apart(
 
 def _sequences(tokenizer: Tokenizer, each: Chat | Text) -> tuple[packing.Sequence, ...]:
     if isinstance(each, Text):
-        tokens = tokenizer.encode_document(each.text)
+        tokens = chat.shown(tokenizer, tokenizer.encode_document(each.text), ())
         # The first token has no predecessor to be predicted from.
         return (packing.Sequence.of(tokens[:1], tokens[1:]),)
     *prompt, reply = each.messages
     options = _options(each)
+    # Held until the sequences keep them.
+    held = chat.pictures_of(tokenizer, each.messages)
     if each.only_last and reply.keys() <= {"role", "content"}:
         # Without a template, the prompt is tokenised apart, as the sampler sees it.
         answer = reply["content"]
         found = learned.answered(tokenizer, prompt, answer, options)
         return (packing.Sequence.of(*found),)
-    return tuple(
+    found = tuple(
         _up_to_the_last(tokens, produced)
         for tokens, produced in learned.conversation(
             tokenizer, each.messages, options, only_last=each.only_last
         )
     )
+    del held
+    return found
 
 
 def _up_to_the_last(tokens: np.ndarray, produced: np.ndarray) -> packing.Sequence:
@@ -255,7 +266,7 @@ def _options(each: Chat) -> chat.Options:
     return chat.Options(tools=each.tools, adapt=True)
 
 
-def _unfit(each: Chat | Text, error: TokenizerError) -> ConfigError:
+def _unfit(each: Chat | Text, error: TokenizerError | PictureError) -> ConfigError:
     return ConfigError(
         f"--data.path: the conversation that begins with {each.group!r:.80}: {error}"
     )

@@ -73,6 +73,10 @@ class Demonstrations:
         said = answer.content if isinstance(answer, Message) else answer
         return (*(message.content for message in task.messages), said)
 
+    def messages(self, split: Split, index: int) -> chat.Messages:
+        """The prompt of a task."""
+        return self._tasks.tasks(split)[index].messages
+
     def written(
         self, tokenizer: Tokenizer, split: Split, index: int
     ) -> tuple[str, ...]:

@@ -11,16 +11,18 @@ import numpy as np
 from jaxrl_post.config.data import OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import learned, packing
+from jaxrl_post.data.chat import Messages
 from jaxrl_post.data.learned import unwritten
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.preferences import JudgedAnswer, Preference
 from jaxrl_post.data.steps import Solution, judged_tokens
-from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.unpaired import answers_to_others
 from jaxrl_post.envs.env import Message, Split
 from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.examples.tasks import SPLITS, dropped, left_out
 from jaxrl_post.examples.texts import shortened
+from jaxrl_post.pictures import PictureError
 from jaxrl_post.types import TokenBatch
 
 __all__ = [
@@ -81,6 +83,10 @@ class Checked(Examples, Protocol):
         """Lists what the template leaves out of an example; `written` are its texts."""
         ...
 
+    def messages(self, split: Split, index: int) -> Messages:
+        """The messages of an example that may show pictures."""
+        ...
+
 
 @dataclass(frozen=True)
 class Splits[Item: Preference | JudgedAnswer | Solution](Checked):
@@ -116,6 +122,10 @@ class Splits[Item: Preference | JudgedAnswer | Solution](Checked):
     def contents(self, split: Split, index: int) -> Iterable[str]:
         """The texts of an item."""
         return self.texts_of(self.items(split)[index])
+
+    def messages(self, split: Split, index: int) -> Messages:
+        """The prompt of an item."""
+        return self.items(split)[index].messages
 
     @abstractmethod
     def said_of(self, item: Item) -> Iterable[str]:
@@ -467,13 +477,24 @@ def fitting(
                 return False
             raise
         missing[index] = examples.unwritten(tokenizer, split, index, texts)
-        known = [lengths.fits(text, max_tokens) for text in texts]
-        if False in known:
+        shown = added(index, texts)
+        known = [lengths.fits(text, max_tokens - shown) for text in texts]
+        # A conversation of several sequences shows some pictures in each.
+        if False in known and not (shown and len(known) > 1):
             return False
-        return None not in known or all(
+        return all(known) or all(
             len(sequence.tokens) <= max_tokens
             for sequence in examples.encode(tokenizer, split, index)
         )
+
+    def added(index: int, texts: Sequence[str]) -> int:
+        try:
+            messages = examples.messages(split, index)
+            return learned.added_tokens(tokenizer, messages, texts)
+        except (PictureError, TokenizerError) as error:
+            raise ConfigError(
+                f"--data.path: number {index} of the {split} {noun}, from 0: {error}"
+            ) from error
 
     kept = [index for index in range(total) if fits(index)]
     rendered.warn(f"{split} {noun}")

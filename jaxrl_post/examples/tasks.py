@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_post.config.data import OnOverlap, OnUnwritten
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data import chat
-from jaxrl_post.data.learned import unwritten
+from jaxrl_post.data.learned import added_tokens, unwritten
 from jaxrl_post.data.lengths import Lengths, written
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.data.tools import no_tools
@@ -19,6 +19,7 @@ from jaxrl_post.envs import Environment, Message, Task, TaskSequence
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.rendered import Rendered
 from jaxrl_post.messages import identity
+from jaxrl_post.pictures import PictureError
 from jaxrl_post.specs import raised
 
 __all__ = [
@@ -230,10 +231,11 @@ def fitting_prompts(
         for index, task in enumerate(each):
             rendered.look(message.content for message in task.messages)
             text = measure(task, written)
-            fits = lengths.fits(text, limit or context)
-            most = lengths.at_most(text)
+            shown = measure(task, partial(_added, text))
+            fits = lengths.fits(text, (limit or context) - shown)
+            most = (lengths.at_most(text) or 0) + shown
             # Tokenise a prompt only if its length is unclear or may be the longest.
-            if fits is None or (fits and not limit and (most or 0) > longest):
+            if fits is None or (fits and not limit and most > longest):
                 size = len(measure(task, chat.render))
                 fits = size <= (limit or context)
                 longest = max(longest, size if fits else 0)
@@ -377,10 +379,18 @@ def _prompt[Found](
 ) -> Found:
     try:
         return render(tokenizer, task.messages, options=chat.with_tools(task.tools))
-    except TokenizerError as error:
+    except (TokenizerError, PictureError) as error:
         raise ConfigError(
             f"--env: {split} task {task.id} of {name}: {error}"
         ) from error
+
+
+def _added(
+    text: str, tokenizer: Tokenizer, messages: chat.Messages, options: chat.Options
+) -> int:
+    """Number of tokens that pictures add to a prompt, which was written as a text."""
+    del options
+    return added_tokens(tokenizer, messages, [text])
 
 
 def _listed(environment: Environment, split: Split) -> Sequence[Task]:
@@ -439,11 +449,11 @@ def _check_task(task: object, where: str) -> None:
 
 
 def _digest(task: Task) -> bytes:
-    """A hash of the prompt, roles and pictures included."""
+    """A hash of the prompt, roles included."""
     digest = hashlib.blake2b(digest_size=16)
     for message in task.messages:
-        content = identity(message.content, message.pictures)
-        content = content.encode("utf-8", errors="surrogatepass")
+        text = identity(message.content, message.pictures)
+        content = text.encode("utf-8", errors="surrogatepass")
         digest.update(f"{message.role} {len(content)} ".encode())
         digest.update(content)
     return digest.digest()

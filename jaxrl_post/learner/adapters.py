@@ -29,7 +29,7 @@ from jaxrl_post.models.adapters.lora import (
 )
 from jaxrl_post.models.adapters.quantized import quantize
 from jaxrl_post.models.adapters.whole import copies, whole_specs
-from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.params import text_specs
 from jaxrl_post.models.spec import abstract, is_abstract
 from jaxrl_post.pretrained import CheckpointError
 from jaxrl_post.pretrained.directory import read_config_file
@@ -151,7 +151,7 @@ def lora_of(
 
 def _check_quantizes(kind: Literal["int8", "nf4"], model: ModelConfig, option: str):
     try:
-        quantize(abstract(param_specs(model), jnp.float32), kind)
+        quantize(abstract(text_specs(model), jnp.float32), kind)
     except ValueError as error:
         raise ConfigError(
             f"{option}.quantize: {kind} does not fit this model: {error}; use int8"
@@ -280,7 +280,8 @@ def with_adapter(
     _check_labels(model, option)
     if config.quantize is not None:
         # Quantise first, because DoRA needs the norms of the quantised base.
-        base = quantize(base, config.quantize, donate=donate)
+        text = quantize(base.replace(vision=None), config.quantize, donate=donate)
+        base = text.replace(vision=base.vision)
     specs = adapter_specs(model.config, lora)
     if is_abstract(base):
         adapter = abstract(specs, jnp.float32, model.mesh, model.rules)

@@ -33,8 +33,9 @@ def credited(
     def joined(*parts: np.ndarray) -> np.ndarray:
         return np.pad(np.concatenate(parts), ((0, empty), (0, 0)))
 
-    # Credit reads no kept ids, up to 128 a token: they stay on the host.
-    plain = [piece.replace(kept=None) for piece in pieces]
+    # Credit reads no kept ids, up to 128 a token, and no pictures: they stay on the
+    # host.
+    plain = [piece.replace(kept=None, pictures=None) for piece in pieces]
     whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *plain)))
     mask, metrics = whole.loss_mask, {}
     if whole.values_before is not None:
@@ -53,6 +54,7 @@ def credited(
         whole = whole.replace(raw_advantages=None)
     spans = zip([0, *ends[:-1]], ends, pieces, strict=True)
     found = [
-        rows(whole, begin, end).replace(kept=piece.kept) for begin, end, piece in spans
+        rows(whole, begin, end).replace(kept=piece.kept, pictures=piece.pictures)
+        for begin, end, piece in spans
     ]
     return found, metrics

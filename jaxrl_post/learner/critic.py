@@ -28,11 +28,16 @@ def check_critic(config: RLConfig, model: Model) -> None:
         model: the policy, before any adapter.
 
     Raises:
-        ConfigError: the adapter's options do not fit, or the critic cannot start from
-            the policy's weights.
+        ConfigError: the adapter's options do not fit, the critic cannot start from the
+            policy's weights, or the policy sees pictures.
         CheckpointError: the family has no checkpoint format for value models.
     """
     critic, policy = config.critic, config.lora
+    if model.config.vision is not None:
+        raise ConfigError(
+            "--critic.backbone: must be shared with --vision, since no file format has "
+            "a critic of its own that sees; give --critic.backbone shared"
+        )
     if critic.model is None:
         # Fail now, not at the final save, if the family cannot save value models.
         write_config(_value_config(model))
@@ -86,14 +91,7 @@ def open_critic(
             dtype=model.dtype,
             head="value",
             weights=not is_abstract(model.params),
-            vision=model.config.vision is not None,
         )
-        if model.config.vision is not None and value_config.vision is None:
-            raise ConfigError(
-                f"--critic.model: {config.model} has no vision tower, and the policy "
-                "sees pictures; take a model that sees, or none, which begins with the "
-                "policy's weights"
-            )
         check_beside(value_config, config.model, longest, "--critic.model")
         critic = dataclasses.replace(
             model,
@@ -104,10 +102,7 @@ def open_critic(
             preset=False,
             adaptation=None,
             published=None,
-            tower=None,
         )
-        if _tower_is_frozen(model):
-            critic = with_frozen_tower(critic)
     lora = config.lora
     if any(map(is_matrix, jax.tree.leaves(critic.params, is_leaf=is_matrix))):
         lora = dataclasses.replace(lora, quantize=None)
@@ -122,13 +117,10 @@ def _beginning_as(model: Model, *, shared: bool) -> Model:
     if adaptation is not None and continued and not (shared or is_abstract(params)):
         params = merged(params, model.params, model.config, adaptation.lora)
     params = params.replace(unembedding=None)  # type: ignore[attr-defined]
-    specs, tower = models.param_specs(config), None
-    if _tower_is_frozen(model):
-        tower, params = params.vision, params.replace(vision=None)
-        specs = specs.replace(vision=None)
     if not shared:
         # An optimizer step donates its arrays, so it must not donate shared ones.
         params = copied(params)
+    specs = models.param_specs(config)
     head, layout = {"head": specs.value_head}, (model.dtype, model.mesh, model.rules)
     if is_abstract(params):
         fresh = models.abstract(head, *layout)
@@ -140,14 +132,7 @@ def _beginning_as(model: Model, *, shared: bool) -> Model:
         specs=specs,
         params=params.replace(value_head=fresh["head"]),
         adaptation=None,
-        tower=tower,
     )
-
-
-def _tower_is_frozen(model: Model) -> bool:
-    """Whether a policy that sees pictures does not train its vision tower."""
-    frozen = model.tower is not None or model.adaptation is not None
-    return frozen and model.config.vision is not None
 
 
 def _value_config(model: Model) -> models.ModelConfig:

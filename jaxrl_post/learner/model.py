@@ -248,6 +248,11 @@ def describe_model(
             f"{option}: {name!r} is neither a directory nor a preset; presets are "
             f"{nearest_first(name, PRESETS)}"
         )
+    if vision != "off" and head not in ("lm", "lm+value"):
+        raise ConfigError(
+            "--vision: no file format has a reward model that sees; take --vision off, "
+            "which trains one of the text model"
+        )
     if vision != "off" and config.vision is None:
         raise ConfigError(
             f"--vision: {option} {name} has no vision tower that is supported; take "

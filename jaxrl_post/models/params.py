@@ -39,6 +39,7 @@ __all__ = [
     "PerLayerParams",
     "ProcessHeadParams",
     "param_specs",
+    "text_specs",
 ]
 
 
@@ -284,6 +285,14 @@ class DecoderParams[Leaf]:
 
 def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
     """Returns the parameters' shapes, logical axes and initialisers."""
+    specs = text_specs(config)
+    if config.vision is None:
+        return specs
+    return dataclasses.replace(specs, vision=vision_specs(config.vision.tower))
+
+
+def text_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
+    """`param_specs` without a vision tower."""
     table = matrix((config.vocab_size, config.hidden_size), ("vocab", "embed"))
     untied = config.predicts_tokens and not config.tie_embeddings
     specs = DecoderParams(
@@ -299,10 +308,7 @@ def param_specs(config: ModelConfig) -> DecoderParams[ParamSpec]:
         per_layer=_per_layer(config),
     )
     scaled = functools.partial(dataclasses.replace, scale=config.initializer_range)
-    specs = jax.tree.map(scaled, specs, is_leaf=is_spec)
-    if config.vision is None:
-        return specs
-    return dataclasses.replace(specs, vision=vision_specs(config.vision.tower))
+    return jax.tree.map(scaled, specs, is_leaf=is_spec)
 
 
 def _process_head(config: ModelConfig) -> ProcessHeadParams[ParamSpec]:

@@ -5,11 +5,15 @@ the sampler and for the trainer (`PictureProcessor`). No module here imports jax
 worker processes of environments can use it.
 """
 
-from jaxrl_post.pictures.errors import PictureError
-from jaxrl_post.pictures.eyes import Eyes, Shown
-from jaxrl_post.pictures.numbered import Picture, expanded, number
-from jaxrl_post.pictures.processor import PictureProcessor
-from jaxrl_post.pictures.reading import PictureLimits, picture_size, read_picture
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrl_post.pictures.errors import PictureError
+    from jaxrl_post.pictures.eyes import Eyes, Shown
+    from jaxrl_post.pictures.numbered import Picture, expanded, number
+    from jaxrl_post.pictures.processor import PictureProcessor
+    from jaxrl_post.pictures.reading import PictureLimits, picture_size, read_picture
 
 __all__ = [
     "Eyes",
@@ -23,3 +27,23 @@ __all__ = [
     "picture_size",
     "read_picture",
 ]
+
+_MODULES = {
+    "Eyes": "eyes",
+    "Picture": "numbered",
+    "PictureError": "errors",
+    "PictureLimits": "reading",
+    "PictureProcessor": "processor",
+    "Shown": "eyes",
+    "expanded": "numbered",
+    "number": "numbered",
+    "picture_size": "reading",
+    "read_picture": "reading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Worker processes of environments start without numpy, in a fraction of a second.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

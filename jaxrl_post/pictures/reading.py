@@ -1,18 +1,21 @@
 """Decodes pictures to RGB, and refuses those that a model could not have meant."""
 
+from __future__ import annotations
+
 import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_post.extras import install
 from jaxrl_post.pictures.errors import PictureError, check_sides
 from jaxrl_post.pictures.source import bytes_of, name_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["PictureLimits", "checked", "picture_size", "pillow", "read_picture"]
 
@@ -226,6 +229,9 @@ def _upright(library: Any, image: Any) -> Any:
 
 
 def _rgb(library: Any, image: Any, name: str) -> np.ndarray:
+    # Not at the top: workers of environments start without it.
+    import numpy as np
+
     if image.mode in SIXTEEN_BITS:
         grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)

@@ -329,7 +329,8 @@ def _without_vision(
     if len(text) < len(tensors):
         logger.warning(
             "%s: a model that also sees; its text model alone is read and will be "
-            "saved, %d tensors of its vision part are left out",
+            "saved, %d tensors of its vision part are left out; --vision loads "
+            "those that are supported",
             directory,
             len(tensors) - len(text),
         )

@@ -85,7 +85,10 @@ def test_texts(file):
         ({"messages": [1]}, "message 1 must be an object, got int"),
         ({"messages": [{"from": "human"}]}, "'role' must be one of .*, got None"),
         ({"messages": [{"role": "bot", "content": ""}]}, "one of .*, got 'bot'"),
-        ({"messages": [user(["Hi"])]}, "message 1: 'content' must be str, got list"),
+        (
+            {"messages": [user(["Hi"])]},
+            "message 1: part 1: must be an object with a type",
+        ),
         ({"messages": [user("a"), {"role": "assistant"}]}, "2: 'content' must be str"),
         ({"messages": [user("a"), said(" ")]}, "message 2: the assistant says nothing"),
         (

@@ -201,7 +201,7 @@ def test_sequences_of_a_template_that_rewrites_turns_have_their_own_pictures():
     held = EYES.picture(RED), EYES.picture(WIDE)
     assert [[spot.count for spot in spots(ids)] for ids, _ in found] == [[2], [2, 3]]
     assert all(not mask[ids < 0].any() for ids, mask in found)
-    assert held
+    assert [picture.num_tokens for picture in held] == [2, 3]
 
 
 def test_a_picture_of_the_assistant_is_refused():

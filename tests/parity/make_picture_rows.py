@@ -23,7 +23,7 @@ NAMES = (
     "qwen2_5_vl", "qwen2_5_vl_tied", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     "qwen3_5_moe",
 )  # fmt: skip
-LENGTH, MERGE = 24, 2
+LENGTH, MERGE, GREEDY = 24, 2, 12
 FILE = "model.safetensors"
 # For each row the place and the grid, in patches, of its pictures.
 ROWS = (((2, (4, 6)), (12, (2, 2))), ((0, (6, 4)), (9, (2, 4))))
@@ -55,7 +55,7 @@ def check(fixtures: Path, saved: Path) -> None:
 
 
 def computed(folder: Path) -> dict[str, np.ndarray]:
-    """Tokens, patches and logits of one model."""
+    """Tokens, patches and logits of one model, and how its first row goes on."""
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager",
         experts_implementation="eager",
@@ -85,12 +85,26 @@ def computed(folder: Path) -> dict[str, np.ndarray]:
             image_grid_thw=torch.tensor(whole),
         ).logits
         plain = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        first = len(ROWS[0])
+        greedy = model.generate(
+            input_ids=ids[:1],
+            attention_mask=torch.ones_like(ids[:1]),
+            mm_token_type_ids=(ids[:1] == image).int(),
+            pixel_values=torch.from_numpy(
+                pixels[: sum(a * b for a, b in grids[:first])]
+            ).float(),
+            image_grid_thw=torch.tensor(whole[:first]),
+            max_new_tokens=GREEDY,
+            do_sample=False,
+            eos_token_id=None,
+        )[0, LENGTH:]
     assert (logits - plain).abs().max() > 0.1
     return {
         "tokens": tokens.astype(np.int32),
         "pixels": pixels.astype(np.float32),
         "grids": np.array(grids, np.int32),
         "logits": logits.numpy(),
+        "greedy": greedy.numpy().astype(np.int32),
     }
 
 

@@ -21,7 +21,9 @@ from jaxrl_post.models.vision import (
     arrange,
     tower,
 )
+from jaxrl_post.pictures import Picture, PictureProcessor, number
 from jaxrl_post.pictures.positions import PictureSpan, mrope_positions
+from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 HERE = Path(__file__).parent
 NAMES = [
@@ -125,3 +127,36 @@ def test_a_whole_model_survives_its_files(name, tmp_path):
     same, values = pretrained.load(tmp_path / "again", vision=True)
     assert same == config
     jax.tree.map(np.testing.assert_array_equal, values, params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_equal_the_greedy_ones_of_transformers(name, monkeypatch):
+    config, params, found = load(name)
+    tower = config.vision.tower
+    processor = PictureProcessor(
+        patch_size=tower.patch_size, merge_size=tower.merge_size, min_pixels=1
+    )
+    grids = [tuple(map(int, grid)) for grid in found["grids"]]
+    ends = np.cumsum([rows * columns for rows, columns in grids])
+    patches = np.split(found["pixels"], ends[:-1])
+    # The fixtures have patches; pictures of other colours stand for them.
+    pictures = [
+        number(
+            np.full((rows * tower.patch_size, columns * tower.patch_size, 3), i, "u1"),
+            processor,
+        )
+        for i, (rows, columns) in enumerate(grids)
+    ]
+    of = {each.first: own for each, own in zip(pictures, patches, strict=True)}
+    monkeypatch.setattr(Picture, "patches", lambda self: of[self.first])
+    row = found["tokens"][0].tolist()
+    starts = [i for i, (a, b) in enumerate(itertools.pairwise([0, *row]), 0)
+              if b == config.vision.image_token != a]  # fmt: skip
+    for picture, start in zip(pictures, starts, strict=False):
+        row[start : start + picture.num_tokens] = picture.ids
+    greedy = SamplingParams(temperature=0.0, max_tokens=len(found["greedy"]))
+    sizes = EngineConfig(num_slots=8, max_prompt_tokens=32, max_tokens=16)
+    (done,) = Engine(config, sizes).generate(
+        params, [Request(1, tuple(row), sampling=greedy)]
+    )
+    assert done.tokens.ids.tolist() == found["greedy"].tolist()

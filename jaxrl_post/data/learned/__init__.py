@@ -1,5 +1,6 @@
 """Trained tokens of a conversation, and parts that a chat template leaves out."""
 
+from jaxrl_post.data.learned.pictures import added_tokens
 from jaxrl_post.data.learned.turns import (
     answered,
     conversation,
@@ -10,6 +11,7 @@ from jaxrl_post.data.learned.turns import (
 from jaxrl_post.data.learned.unwritten import unwritten
 
 __all__ = [
+    "added_tokens",
     "answered",
     "conversation",
     "parts",

@@ -12,7 +12,7 @@ from jaxrl_post.data.chat import Messages
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.pictures import Picture, PictureError
 
-__all__ = ["Expansion"]
+__all__ = ["Expansion", "added_tokens"]
 
 # Ids of a sequence, and the mask of those that the assistant produces.
 type Masked = tuple[np.ndarray, np.ndarray]
@@ -69,21 +69,9 @@ class Expansion:
         found = []
         for number, (ids, mask) in enumerate(sequences, 1):
             places = np.flatnonzero(ids == self.image_token)
-            if len(places) not in self._counts(number == len(sequences)):
-                total = sum(map(len, self.pictures))
-                raise chat.misplaced(self.messages, len(places), total)
+            _check(self.messages, len(places), number == len(sequences))
             found.append(self._expanded(ids, mask, places))
         return found
-
-    def _counts(self, last: bool) -> set[int]:
-        """Numbers of pictures through each turn of the assistant, and of all."""
-        through = list(itertools.accumulate(map(len, self.pictures)))
-        turns = [
-            count
-            for count, message in zip(through, self.messages, strict=True)
-            if _role(message) == "assistant"
-        ]
-        return {*(turns[-1:] if last else turns), *through[-1:]}
 
     def _expanded(
         self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray
@@ -97,6 +85,45 @@ class Expansion:
         own = np.repeat(ids == self.image_token, counts)
         expanded[own] = [token for picture in shown for token in picture.ids]
         return expanded, masked & ~own
+
+
+def added_tokens(tokenizer: Tokenizer, messages: Messages, texts: Sequence[str]) -> int:
+    """Number of tokens that pictures add to a conversation, by their headers alone.
+
+    Args:
+        tokenizer: of the model.
+        messages: the conversation, or a prompt.
+        texts: of `parts`, or the text of the prompt; each has one token for a picture.
+
+    Raises:
+        TokenizerError: there are pictures, and the model sees none.
+        PictureError: a picture has no size, or the last text has another number of
+            image tokens.
+    """
+    chat.require_eyes(tokenizer, messages)
+    eyes = tokenizer.eyes
+    if eyes is None:
+        return 0
+    mark = tokenizer.backend.id_to_token(eyes.image_token)
+    if mark and texts:
+        _check(messages, texts[-1].count(mark), last=True)
+    sources = itertools.chain(*map(chat.sources, messages))
+    return sum(eyes.num_tokens(source) - 1 for source in sources)
+
+
+def _check(messages: Messages, places: int, last: bool) -> None:
+    """Refuses a number of image tokens that is not that of the pictures.
+
+    A text may end with a turn of the assistant; the last one, with the last such turn.
+    """
+    through = [0, *itertools.accumulate(len(chat.sources(each)) for each in messages)]
+    turns = [
+        count
+        for count, message in zip(through[1:], messages, strict=True)
+        if _role(message) == "assistant"
+    ]
+    if places not in {*(turns[-1:] if last else turns), through[-1]}:
+        raise chat.misplaced(messages, places, through[-1])
 
 
 def _role(message: chat.MessageLike | Mapping[str, Any]) -> Any:

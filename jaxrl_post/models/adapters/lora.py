@@ -46,7 +46,7 @@ from jaxrl_post.models.matrix import (
     path_name,
     target_name,
 )
-from jaxrl_post.models.params import DecoderParams, param_specs
+from jaxrl_post.models.params import DecoderParams, text_specs
 from jaxrl_post.models.spec import ParamSpec, initialize, is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array, Float, Int
@@ -259,7 +259,7 @@ def adaptable(config: ModelConfig, *, dora: bool = False) -> tuple[str, ...]:
     ...                       experts=MixtureOfExperts(4, 2, 24)))
     ('query', 'key', 'value', 'output', 'expert_gate', 'expert_up', 'expert_down')
     """
-    names = dict.fromkeys(map(target_name, matrices(param_specs(config))))
+    names = dict.fromkeys(map(target_name, matrices(text_specs(config))))
     return tuple(name for name in names if not (dora and name in EXPERTS))
 
 
@@ -292,7 +292,7 @@ def adapter_specs(config: ModelConfig, lora: LoRAConfig) -> Adapter[ParamSpec]:
         )
     low_rank = {
         path: _spec(spec, path, lora)
-        for path, spec in matrices(param_specs(config)).items()
+        for path, spec in matrices(text_specs(config)).items()
         if target_name(path) in lora.targets
     }
     return low_rank | whole_specs(config, lora.whole)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.matrix import is_matrix, matrices, path_name
-from jaxrl_post.models.params import DecoderParams, param_specs
+from jaxrl_post.models.params import DecoderParams, text_specs
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.sharding import Rules, named_shardings
 from jaxrl_post.types import Array
@@ -50,7 +50,7 @@ def whole_specs(
     >>> list(whole_specs(config, ("value_head", "layers.0.mlp_norm")))
     ['value_head', 'layers.0.mlp_norm']
     """
-    specs = param_specs(config)
+    specs = text_specs(config)
     leaves, found = _by_path(specs), {}
     for name in names:
         paths = [path for path in leaves if path == name or path.startswith(f"{name}.")]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxrl_post.models.adapters.lora import adaptable
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.matrix import EXPERTS, expert_dims, matrices, target_name
-from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.params import text_specs
 from jaxrl_post.pretrained.families import family_of
 from jaxrl_post.pretrained.name_map import Entry, entries_of
 from jaxrl_post.pretrained.peft.experts import expert_base, expert_parameter
@@ -19,7 +19,7 @@ ALL_LINEAR = "all-linear"
 
 def bases(config: ModelConfig, targets: tuple[str, ...]) -> dict[str, Entry]:
     """Returns the entries of all adaptable matrices; experts' names need `targets`."""
-    specs = param_specs(config)
+    specs = text_specs(config)
     entries = entries_of(family_of(config.model_type).weights, specs)
     places, found = {entry.path: entry for entry in entries}, matrices(specs)
     return {

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxrl_post.models.adapters.lora import Adapter, LoRAConfig, LoRAParams
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.matrix import EXPERTS, expert_dims, matrices, target_name
-from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.params import text_specs
 from jaxrl_post.models.spec import ParamSpec
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import family_of
@@ -199,7 +199,7 @@ def _adapted(
     """Returns the full names, in all layers, of every parameter in `wanted`."""
     layers = [
         path.split(".")[1]
-        for path in matrices(param_specs(config))
+        for path in matrices(text_specs(config))
         if target_name(path) == "expert_up"
     ]
     module, parameters = _experts(config), sorted(set(_parameters(config).values()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxrl_post.models.adapters.whole import whole_specs
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.params import param_specs
+from jaxrl_post.models.params import text_specs
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families import family_of
 from jaxrl_post.pretrained.name_map import Entry, entries_of, paths
@@ -46,7 +46,7 @@ def whole_of_modules(
     found = {entry.path for entry in every if named(entry)}
     left = {entry.path for entry in every} - found
     whole = {}
-    for path in paths(param_specs(config)):
+    for path in paths(text_specs(config)):
         if path in found:
             group = path.rpartition(".")[0]
             torn = not group or any(other.startswith(f"{group}.") for other in left)
@@ -93,4 +93,4 @@ def whole_entries(config: ModelConfig, names: tuple[str, ...]) -> list[Entry]:
 
 
 def _every(config: ModelConfig) -> list[Entry]:
-    return entries_of(family_of(config.model_type).weights, param_specs(config))
+    return entries_of(family_of(config.model_type).weights, text_specs(config))

@@ -34,6 +34,7 @@ from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.models import ModelConfig, param_specs
 from jaxrl_post.models.decoder import Remat
 from jaxrl_post.models.matrix import INPUT_DIMS, target_name
+from jaxrl_post.models.params import text_specs
 from jaxrl_post.models.recurrences import GatedDelta, LinearAttention
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
@@ -132,7 +133,7 @@ class ModelWork:
     def products(self) -> tuple[Product, ...]:
         """The matrices of all layers and of the head, in the order of the tree."""
         leaves = jax.tree_util.tree_leaves_with_path(
-            param_specs(self.config), is_leaf=is_spec
+            text_specs(self.config), is_leaf=is_spec
         )
         found = []
         for path, spec in leaves:
