@@ -172,6 +172,18 @@ def test_text_models_of_others_are_read(kind):
     assert config.tie_embeddings
 
 
+@pytest.mark.parametrize("tied", [None, False, True])
+def test_the_text_model_of_gemma_4_12b_alone_is_read(tied):
+    """As it is inside of the whole model."""
+    text = {**RAW, "model_type": "gemma4_unified_text"}
+    if tied is not None:
+        text["tie_word_embeddings"] = tied
+    outer = {"model_type": "gemma4_unified", "text_config": text}
+    config = read_config(text)
+    assert config.tie_embeddings == (tied is not False)
+    assert config == read_config({**outer, "tie_word_embeddings": tied is not False})
+
+
 def test_keys_of_layers_that_read_others_are_left_unread(tmp_path, caplog):
     """Released files have them; they are named in the log and change nothing."""
     folder = tmp_path / "model"

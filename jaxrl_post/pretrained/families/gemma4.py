@@ -35,7 +35,7 @@ from jaxrl_post.pretrained.hf_values import (
 )
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["GEMMA4"]
+__all__ = ["GEMMA4", "unified_text"]
 
 LAYER = "model.layers.*"
 WIDE = "experts expert_ffn expert_embed"
@@ -83,6 +83,12 @@ OTHERS = ("audio_tower.*", "embed_audio.*", "embed_vision.*", "vision_embedder.*
 KEY_TENSORS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 PROPORTIONAL, SHARE = "proportional", "partial_rotary_factor"
 WINDOW, EVERY, HEAD_DIM, KV_HEADS = 512, 6, 256, 4
+
+
+def unified_text(raw: Json) -> Json:
+    """Returns the config.json of a Gemma 4 for that of Gemma 4 12B's text alone."""
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    return vision.gemma4_unified_text({**tied, "text_config": raw})
 
 
 def _prepare(raw: Json) -> Json:
