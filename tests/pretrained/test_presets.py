@@ -20,6 +20,7 @@ COUNTS = {
     "small": 39_600_640,
     "demo-lfm2": 886_784,
     "demo-qwen3.5": 922_960,
+    "demo-qwen3-vl": 945_152,  # of which the tower has 288,704
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
@@ -78,6 +79,7 @@ UNCOUNTED = {
     "small": (1e-6, 1e4, 4096, None),
     "demo-lfm2": (1e-6, 1e4, 1024, None),
     "demo-qwen3.5": (1e-6, 1e4, 1024, None),
+    "demo-qwen3-vl": (1e-6, 1e4, 1024, None),
     "qwen3.5-9b": (1e-6, 1e7, 262144, None),
     "qwen3.5-27b": (1e-6, 1e7, 262144, None),
     "qwen3.5-35b-a3b": (1e-6, 1e7, 262144, None),
@@ -191,7 +193,7 @@ def test_effective_parameters_as_published():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_its_config_json(name):
     config = PRESETS[name]
-    again = read_config(write_config(config))
+    again = read_config(write_config(config), vision=config.vision is not None)
     same = {"rotary_dim": None, "attention_scale": 1.0}
     assert dataclasses.replace(config, **same) == dataclasses.replace(again, **same)
     assert config.rotated_dims == again.rotated_dims
@@ -200,7 +202,8 @@ def test_a_preset_survives_its_config_json(name):
 
 def test_initial_values_have_the_deviation_of_the_config():
     ranges = {name: config.initializer_range for name, config in PRESETS.items()}
-    small = {ranges.pop(name) for name in ("demo", "demo-lfm2", "demo-qwen3.5")}
+    own = "demo", "demo-lfm2", "demo-qwen3.5", "demo-qwen3-vl"
+    small = {ranges.pop(name) for name in own}
     assert small == {0.045}
     assert set(ranges.values()) == {0.02}
     values = initialize(jax.random.key(0), param_specs(PRESETS["demo"]))
