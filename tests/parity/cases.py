@@ -310,6 +310,13 @@ GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
     "moe_intermediate_size": 12,
 }  # fmt: skip
+# It has neither experts nor embeddings for every layer.
+GEMMA4_UNIFIED = {
+    key: value for key, value in GEMMA4_EXPERTS.items()
+    if key not in ("enable_moe_block", "num_experts", "top_k_experts",
+                   "moe_intermediate_size", "hidden_size_per_layer_input",
+                   "vocab_size_per_layer_input")
+}  # fmt: skip
 
 GEMMA4 = {
     "gemma4_text": Case("gemma4_text", GEMMA4_SHARED, PROPORTIONAL),
@@ -332,13 +339,9 @@ GEMMA4 = {
     ),
     "gemma4": Case("gemma4", {**GEMMA4_SHARED, "pad_token_id": 0}, PROPORTIONAL),
     "gemma4_unified": Case(
-        "gemma4_unified",
-        {key: value for key, value in GEMMA4_EXPERTS.items()
-         if key not in ("enable_moe_block", "num_experts", "top_k_experts",
-                        "moe_intermediate_size", "hidden_size_per_layer_input",
-                        "vocab_size_per_layer_input")} | {"pad_token_id": 0},
-        PROPORTIONAL,
+        "gemma4_unified", {**GEMMA4_UNIFIED, "pad_token_id": 0}, PROPORTIONAL
     ),
+    "gemma4_unified_text": Case("gemma4_unified_text", GEMMA4_UNIFIED, PROPORTIONAL),
 }  # fmt: skip
 
 PHI = {

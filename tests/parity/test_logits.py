@@ -20,8 +20,8 @@ from jaxrl_post.sharding import create_mesh
 TOLERANCE = 1e-4
 # These are models of another family, or have one inside.
 SEEING = {
-    "gemma3", "gemma4", "gemma4_unified", "kimi_k2", "kimi_k25", "mistral3",
-    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    "gemma3", "gemma4", "gemma4_unified", "gemma4_unified_text", "kimi_k2", "kimi_k25",
+    "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
 
 

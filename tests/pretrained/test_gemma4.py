@@ -85,6 +85,10 @@ def test_overrides_by_layer_are_the_usual_keys():
     raw = {key: value for key, value in RAW.items() if key != "global_head_dim"}
     overrides = {str(i): {"head_dim": 16} for i in (1, 3, 5)}
     assert read_config({**raw, "per_layer_config": overrides}) == read_config(RAW)
+    # Without layer_types every sixth layer is full.
+    raw = {key: value for key, value in raw.items() if key != "layer_types"}
+    every_sixth = {**raw, "per_layer_config": {"5": {"head_dim": 16}}}
+    assert read_config(every_sixth) == read_config({**raw, "global_head_dim": 16})
     alike = read_config({**raw, "per_layer_config": {}})
     assert alike == read_config({**raw, "global_head_dim": 8})
 
@@ -126,6 +130,7 @@ def test_proportional_rotation_has_a_factor_too():
         ({"layer_types": [SLIDING, FULL]}, "for each of 6 layers"),
         ({"num_kv_shared_layers": 6}, "a layer with keys of its own of each kind"),
         ({"num_kv_shared_layers": 5}, "a layer with keys of its own of each kind"),
+        ({"num_kv_shared_layers": 7}, "a layer with keys of its own of each kind"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be at least 0"),
         ({"use_bidirectional_attention": "all"}, "attention is causal"),
         ({"hidden_activation": "tanh"}, "hidden_activation must be one of"),
@@ -133,6 +138,18 @@ def test_proportional_rotation_has_a_factor_too():
         (
             {"vocab_size_per_layer_input": 8, "hidden_size_per_layer_input": 4},
             "72 rows",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_parameters must have the rotation of",
+        ),
+        (
+            {"rope_parameters": {FULL: ROPES[FULL]}},
+            "rope_parameters must have the rotation of sliding_attention",
+        ),
+        (
+            {"layer_types": [FULL], "per_layer_config": {"0": {"head_dim": 16}}},
+            "layer_types must name .* for each of 6 layers",
         ),
         (with_ropes(rope_type="yarn"), "must be proportional or default"),
         (with_ropes(partial_rotary_factor=2.0), "partial_rotary_factor must be"),
@@ -170,6 +187,18 @@ def test_text_models_of_others_are_read(kind):
     assert config.window(0) == (1024 if unified else 512)
     assert config.max_length == (262144 if unified else 131072)
     assert config.tie_embeddings
+
+
+@pytest.mark.parametrize("tied", [None, False, True])
+def test_the_text_model_of_gemma_4_12b_alone_is_read(tied):
+    """As it is inside of the whole model."""
+    text = {**RAW, "model_type": "gemma4_unified_text"}
+    if tied is not None:
+        text["tie_word_embeddings"] = tied
+    outer = {"model_type": "gemma4_unified", "text_config": text}
+    config = read_config(text)
+    assert config.tie_embeddings == (tied is not False)
+    assert config == read_config({**outer, "tie_word_embeddings": tied is not False})
 
 
 def test_keys_of_layers_that_read_others_are_left_unread(tmp_path, caplog):

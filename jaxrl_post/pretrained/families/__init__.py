@@ -63,6 +63,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4": replace(gemma4.GEMMA4, text_model=vision.gemma4_text),
     "gemma4_text": gemma4.GEMMA4,
     "gemma4_unified": replace(gemma4.GEMMA4, text_model=vision.gemma4_unified_text),
+    "gemma4_unified_text": replace(gemma4.GEMMA4, text_model=gemma4.unified_text),
     "phi3": phi.PHI3,
     "olmo2": olmo.OLMO2,
     "olmo3": olmo.OLMO3,

@@ -35,7 +35,7 @@ from jaxrl_post.pretrained.hf_values import (
 )
 from jaxrl_post.pretrained.layout import Weight
 
-__all__ = ["GEMMA4"]
+__all__ = ["GEMMA4", "unified_text"]
 
 LAYER = "model.layers.*"
 WIDE = "experts expert_ffn expert_embed"
@@ -85,6 +85,12 @@ PROPORTIONAL, SHARE = "proportional", "partial_rotary_factor"
 WINDOW, EVERY, HEAD_DIM, KV_HEADS = 512, 6, 256, 4
 
 
+def unified_text(raw: Json) -> Json:
+    """Returns the config.json of a Gemma 4 for that of Gemma 4 12B's text alone."""
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    return vision.gemma4_unified_text({**tied, "text_config": raw})
+
+
 def _prepare(raw: Json) -> Json:
     """Reads the rotation of full layers, and kinds of layers as transformers does."""
     raw = dict(raw)
@@ -97,6 +103,12 @@ def _prepare(raw: Json) -> Json:
         sliding: Json = {}
     else:
         ropes = section(raw, "rope_parameters")
+        for kind in (FULL, SLIDING):
+            if kind in _kinds(raw) and kind not in ropes:
+                raise CheckpointError(
+                    f"rope_parameters must have the rotation of {kind}, whose layers "
+                    f"have one of their own; got {sorted(ropes)}"
+                )
         full, sliding = section(ropes, FULL), section(ropes, SLIDING)
     kind = text(full, "rope_type", "default")
     if kind not in (PROPORTIONAL, "default"):
@@ -118,7 +130,7 @@ def _from_overrides(raw: dict[str, Any]) -> None:
         return
     overrides = section(raw, "per_layer_config")
     del raw["per_layer_config"]
-    kinds, found = raw.get("layer_types") or (), list(overrides.values())
+    kinds, found = _kinds(raw), list(overrides.values())
     full = [str(i) for i, kind in enumerate(kinds) if kind == FULL]
     sizes = found[0] if found else {}
     if found and (
@@ -141,15 +153,16 @@ def _from_overrides(raw: dict[str, Any]) -> None:
         )
 
 
-def _kinds(raw: Json, num_layers: int) -> list[str]:
+def _kinds(raw: Json) -> list[str]:
     """The kinds of layers; the last has full attention in any case."""
+    num_layers = integer(raw, "num_hidden_layers")
     default = [SLIDING if (i + 1) % EVERY else FULL for i in range(num_layers)]
     return [*kinds_of_layers(raw, default, SLIDING)[:-1], FULL]
 
 
 def _sources(kinds: Sequence[str], shared: int) -> list[int | None]:
     """The layers whose keys are read by the last `shared` ones."""
-    first = len(kinds) - shared
+    first = max(0, len(kinds) - shared)
     if set(kinds[:first]) != set(kinds):
         raise CheckpointError(
             "num_kv_shared_layers must leave a layer with keys of its own of each kind "
@@ -160,7 +173,7 @@ def _sources(kinds: Sequence[str], shared: int) -> list[int | None]:
 
 
 def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
-    kinds = _kinds(raw, config.num_layers)
+    kinds = _kinds(raw)
     shared = integer(raw, "num_kv_shared_layers", 0)
     window = integer(raw, "sliding_window", WINDOW)
     wide = 2 if flag(raw, "use_double_wide_mlp", False) else 1
