@@ -44,7 +44,7 @@ class Shown(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class Eyes:
-    """What is needed to show pictures to a model that also sees.
+    """Shows pictures to a model that also sees.
 
     Attributes:
         processor: resizes pictures and cuts them into patches.

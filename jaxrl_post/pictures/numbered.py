@@ -2,9 +2,9 @@
 
 A picture becomes as many tokens as it has blocks of patches. In a row of ids these have
 negative numbers, which no vocabulary has. Equal pictures have equal numbers, and two
-pictures have no number in common. So whatever compares, slices, stores or joins rows of
-ids needs to know nothing about pictures: a prefix cache finds what it holds of a
-picture, and does not take one picture for another.
+pictures have no number in common. So code that compares, slices, stores or joins rows
+of ids needs no knowledge of pictures: a prefix cache finds what it holds of a picture,
+and does not take one picture for another.
 
 The numbers are valid in this process alone: `Tokens.to_json` stores the pictures.
 """
@@ -108,7 +108,7 @@ class _Numbers:
         self.next = FIRST
 
     def take(self, digest: bytes, count: int) -> int:
-        """Numbers for a new picture; those of the oldest ones are given again."""
+        """Numbers for a new picture; when all are used, it gets the oldest ones."""
         if self.next + count - 1 > LAST:
             self.next = FIRST
         first, end = self.next, self.next + count
@@ -200,7 +200,7 @@ def spots(ids: Sequence[int] | np.ndarray) -> list[Spot]:
     if not len(places):
         return []
     found = []
-    # A spot ends where the numbers do not go on.
+    # A spot ends at a number that is not one more than the number before.
     values = array[places]
     breaks = (np.diff(places) != 1) | (np.diff(values) != 1)
     starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
