@@ -26,10 +26,7 @@ __all__ = [
     "Picture",
     "Spot",
     "expanded",
-<<<<<<< HEAD
-=======
     "lasting",
->>>>>>> c8778e2163abf15109d91143ebb2a71524523830
     "number",
     "pictures_in",
     "spots",
