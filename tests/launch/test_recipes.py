@@ -9,11 +9,17 @@ import pytest
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.horizon import with_horizons
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import chat, learned
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import Message, StatelessEnvironment, Task
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.examples.texts import environment_tokenizer
+from jaxrl_post.messages import PICTURE
+from jaxrl_post.pictures import Eyes
+from jaxrl_post.pretrained.picture_files import eyes_of
+from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.programs.build.agents import check_agents
 from launch import grpo, reward
 from launch.cli import read_options
@@ -31,6 +37,7 @@ CUT = {
     "lookup": 0.0,
     "search": 0.0,
     "instructions": 0.05,
+    "pictures": 0.0,
     "text2sql": 0.0,
     "code": 0.0,
     "python": 0.0,
@@ -83,6 +90,8 @@ def test_prompts_and_demonstrations_fit_the_options(name):
     check_agents(environment, config)
     assert config.run_dir == f"runs/{name}"
     tokenizer = environment_tokenizer(tasks, 512)
+    if config.vision != "off":
+        tokenizer = tokenizer.with_eyes(_eyes(config, tokenizer))
     rollout, cut = config.rollout, 0
     for task in tasks.train:
         shown = environment.demonstration(task)
@@ -93,6 +102,13 @@ def test_prompts_and_demonstrations_fit_the_options(name):
         assert not rollout.max_prompt_tokens or len(prompt) <= rollout.max_prompt_tokens
         cut += len(answer) > rollout.max_tokens
     assert cut <= CUT[name] * TASKS
+
+
+def _eyes(config: RLConfig, tokenizer: Tokenizer) -> Eyes:
+    vision = PRESETS[config.model].vision
+    assert vision is not None
+    [token] = tokenizer.encode(PICTURE)
+    return eyes_of(replace(vision, image_token=token), None)
 
 
 def rewarded(environment: StatelessEnvironment, task: Task) -> bool:

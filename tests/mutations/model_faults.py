@@ -38,8 +38,8 @@ MODELS = [
     Fault(
         "layers whose keys others read run as a loop",
         f"{DECODER}::_repetitions",
-        "i if config.lends_keys(i) else None",
-        "None",
+        "config.lends_keys(i) or i < num_levels",
+        "i < num_levels",
         SHARED,
     ),
     Fault(

@@ -26,7 +26,7 @@ QUESTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Pictures:
-    """How many shapes, which colour, which digit: questions about a drawn picture.
+    """Questions about a drawn picture: how many shapes, which colour, which digit.
 
     A message has a picture, a PNG file of `side` x `side` pixels on a dark background,
     and a question. The reward is 1 if the answer, stripped of white space, is the one
