@@ -25,8 +25,8 @@ class Codec:
         tokenizer: the model's.
         max_result_tokens: tokens that a tool's result may have; a longer one loses its
             middle.
-        eyes: show pictures to the model; None for those of the tokenizer, if it has
-            any (`Tokenizer.with_eyes`).
+        eyes: show pictures to the model; None leaves the tokenizer's own
+            (`Tokenizer.with_eyes`).
     """
 
     tokenizer: Tokenizer

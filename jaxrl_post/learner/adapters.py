@@ -280,8 +280,9 @@ def with_adapter(
     _check_labels(model, option)
     if config.quantize is not None:
         # Quantise first, because DoRA needs the norms of the quantised base.
-        text = quantize(base.replace(vision=None), config.quantize, donate=donate)
-        base = text.replace(vision=base.vision)
+        text = dataclasses.replace(base, vision=None)
+        text = quantize(text, config.quantize, donate=donate)
+        base = dataclasses.replace(text, vision=base.vision)
     specs = adapter_specs(model.config, lora)
     if is_abstract(base):
         adapter = abstract(specs, jnp.float32, model.mesh, model.rules)

@@ -144,11 +144,13 @@ def activation_bytes(
     inner *= max(config.layer(i).mlp_multiple for i in range(config.num_layers))
     heads = config.num_heads * max(own.head_dim for own in wide)
     entries = max(own.num_kv_heads * own.head_dim for own in wide)
+    # What a layer reads of per-layer embeddings, which are made before the first layer.
+    tables = 0 if config.per_layer is None else config.per_layer.size
     # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
-    layer = 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp
+    layer = tables + 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp
     kept = {
-        "full": hidden,
-        "dots": 3 * hidden + (heads + 2 * entries + 2 * inner) // tp,
+        "full": tables + hidden,
+        "dots": tables + 3 * hidden + (heads + 2 * entries + 2 * inner) // tp,
         "none": layer,
     }[remat]
     working = 0 if remat == "none" else layer

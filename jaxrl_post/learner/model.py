@@ -29,6 +29,7 @@ from jaxrl_post.files import replace_file, writing
 from jaxrl_post.kernels.dispatch import multiply_as_float32
 from jaxrl_post.learner.belonging import check_belonging
 from jaxrl_post.learner.manifest import write_manifest
+from jaxrl_post.messages import PICTURE
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
@@ -70,10 +71,6 @@ __all__ = [
     "with_frozen_tower",
     "with_weights",
 ]
-
-
-# Stands for a picture in a text (U+FFFC, object replacement character).
-PLACE = "\ufffc"
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,9 @@ def describe_model(
             )
         tokenizer = make_tokenizer(min(config.vocab_size, 1024))
         if config.vision is not None:
-            config = _with_image_token(config, tokenizer)
+            token = _image_token(tokenizer)
+            seen = dataclasses.replace(config.vision, image_token=token)
+            config = dataclasses.replace(config, vision=seen)
     else:
         raise ConfigError(
             f"{option}: {name!r} is neither a directory nor a preset; presets are "
@@ -293,16 +292,15 @@ def describe_model(
     return model if vision == "trained" else with_frozen_tower(model)
 
 
-def _with_image_token(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The config of a preset that sees, with the image token of its tokenizer."""
-    ids = tokenizer.encode(PLACE)
+def _image_token(tokenizer: Tokenizer) -> int:
+    """The image token of a preset's tokenizer."""
+    ids = tokenizer.encode(PICTURE)
     if len(ids) != 1:
         raise ConfigError(
             "--vision: no task has a picture, so the preset's tokenizer has no image "
             "token; take --vision off, or an environment with pictures"
         )
-    vision = dataclasses.replace(config.vision, image_token=ids[0])
-    return dataclasses.replace(config, vision=vision)
+    return ids[0]
 
 
 def with_frozen_tower(model: Model) -> Model:
@@ -325,7 +323,6 @@ def open_model(
     seed: int,
     make_tokenizer: Callable[[int], Tokenizer],
     head: Head = "lm",
-    rules: Rules = DEFAULT_RULES,
     option: str = "--model",
     template: TemplateConfig = AS_IT_IS,
     vision: Vision = "off",
@@ -345,7 +342,6 @@ def open_model(
         dtype=dtype,
         make_tokenizer=make_tokenizer,
         head=head,
-        rules=rules,
         option=option,
         template=template,
         vision=vision,

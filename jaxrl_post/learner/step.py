@@ -156,6 +156,7 @@ def _inputs(
 ) -> dict[str, Any]:
     """The model's inputs, in chunks."""
     arrays = {"tokens": batch.tokens, "positions": batch.positions, "ends": batch.ends}
+    cut: dict[str, Any]
     cut = {name: chunks.split(jnp.asarray(a)) for name, a in arrays.items()}
     if batch.pictures is not None:
         cut["tokens"] = _with_pictures(

@@ -1,11 +1,13 @@
 """Turns the pictures of messages into tokens."""
 
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_post.pictures.errors import PictureError
 from jaxrl_post.pictures.numbered import Picture, expanded, number
 from jaxrl_post.pictures.processor import PictureProcessor
 from jaxrl_post.pictures.reading import (
@@ -37,6 +39,13 @@ class Shown(tuple[int, ...]):
         made.pictures = tuple(pictures)
         return made
 
+    @classmethod
+    def joined(cls, *rows: Iterable[int]) -> tuple[int, ...]:
+        """Rows one after another; keeps the pictures of those that keep theirs."""
+        held = [each.pictures for each in rows if isinstance(each, Shown)]
+        ids = itertools.chain(*rows)
+        return cls.of(ids, tuple(itertools.chain(*held))) if held else tuple(ids)
+
     def __reduce__(self) -> Any:
         # The numbers are valid in this process alone.
         return tuple, (tuple(self),)
@@ -44,7 +53,7 @@ class Shown(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class Eyes:
-    """What is needed to show pictures to a model that also sees.
+    """Shows pictures to a model that also sees.
 
     Attributes:
         processor: resizes pictures and cuts them into patches.
@@ -85,6 +94,29 @@ class Eyes:
         """
         size = picture_size(source, limits=self.limits)
         return self.processor.tokens(self.processor.grid(*size))
+
+    def restored(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[int, ...]:
+        """A row that has an image token for each token of its pictures.
+
+        Args:
+            ids: of the vocabulary, as `numbered.without` gives them to clients.
+            sources: the pictures of the row, in order.
+
+        Raises:
+            PictureError: the pictures have another number of tokens; or as `picture`.
+        """
+        pictures = [self.picture(source) for source in sources]
+        own = [token for picture in pictures for token in picture.ids]
+        places = ids.count(self.image_token)
+        if places != len(own):
+            raise PictureError(
+                f"{places} of the token ids are image tokens, and the pictures have "
+                f"{len(own)} tokens; send the ids as the server gave them, with the "
+                "pictures of the same messages"
+            )
+        following = iter(own)
+        found = (next(following) if i == self.image_token else i for i in ids)
+        return Shown.of(found, pictures) if pictures else tuple(ids)
 
     def expanded(self, ids: Iterable[int], sources: Sequence[bytes]) -> tuple[int, ...]:
         """Puts the tokens of pictures in the places that a template left for them.

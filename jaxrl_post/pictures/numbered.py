@@ -2,9 +2,9 @@
 
 A picture becomes as many tokens as it has blocks of patches. In a row of ids these have
 negative numbers, which no vocabulary has. Equal pictures have equal numbers, and two
-pictures have no number in common. So whatever compares, slices, stores or joins rows of
-ids needs to know nothing about pictures: a prefix cache finds what it holds of a
-picture, and does not take one picture for another.
+pictures have no number in common. So code that compares, slices, stores or joins rows
+of ids needs no knowledge of pictures: a prefix cache finds what it holds of a picture,
+and does not take one picture for another.
 
 The numbers are valid in this process alone: `Tokens.to_json` stores the pictures.
 """
@@ -26,6 +26,7 @@ __all__ = [
     "Picture",
     "Spot",
     "expanded",
+    "lasting",
     "number",
     "pictures_in",
     "spots",
@@ -108,7 +109,7 @@ class _Numbers:
         self.next = FIRST
 
     def take(self, digest: bytes, count: int) -> int:
-        """Numbers for a new picture; those of the oldest ones are given again."""
+        """Numbers for a new picture; when all are used, it gets the oldest ones."""
         if self.next + count - 1 > LAST:
             self.next = FIRST
         first, end = self.next, self.next + count
@@ -200,7 +201,7 @@ def spots(ids: Sequence[int] | np.ndarray) -> list[Spot]:
     if not len(places):
         return []
     found = []
-    # A spot ends where the numbers do not go on.
+    # A spot ends at a number that is not one more than the number before.
     values = array[places]
     breaks = (np.diff(places) != 1) | (np.diff(values) != 1)
     starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
@@ -236,6 +237,28 @@ def pictures_in(ids: Sequence[int] | np.ndarray) -> tuple[Picture, ...]:
         PictureError: as `spots`.
     """
     return tuple(dict.fromkeys(spot.picture for spot in spots(ids)))
+
+
+def lasting(ids: Sequence[int]) -> str:
+    """A text for a row that is the same in every process, with pictures too.
+
+    Raises:
+        PictureError: as `spots`.
+
+    >>> lasting([7, 8])
+    '7 8'
+    """
+    if not ids or min(ids) >= 0:
+        return " ".join(map(str, ids))
+    texts = [str(each) for each in ids]
+    for spot in spots(ids):
+        pixels = spot.picture.pixels
+        digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
+        digest.update(pixels.data)
+        for place in range(spot.count):
+            name = f"{digest.hexdigest()}.{spot.block + place}"
+            texts[spot.start + place] = name
+    return " ".join(texts)
 
 
 def without(ids: np.ndarray, image_token: int) -> np.ndarray:

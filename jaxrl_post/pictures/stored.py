@@ -40,7 +40,7 @@ def from_json(value: Mapping[str, Any]) -> tuple[int, Picture]:
         The number that its first token had, and the picture, with a number of this
         process.
     """
-    fields = {
+    fields: dict[str, Any] = {
         name: tuple(field) if isinstance(field, list) else field
         for name, field in value["processor"].items()
     }

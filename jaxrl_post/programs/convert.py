@@ -247,7 +247,7 @@ def _from_run(run: RunDirectory, config: ConvertConfig, console: Console) -> Par
         else:
             specs = models.param_specs(architecture)
             if vision == "frozen":
-                specs = specs.replace(vision=None)
+                specs = replace(specs, vision=None)
             params = checkpoints.restore_params(step, specs, dtype=dtype)
             if vision == "frozen":
                 dtype = params.embedding.dtype

@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Any
 
-from jaxrl_post.messages import Message, ToolCall
+from jaxrl_post.messages import PICTURE, Message, ToolCall
 from jaxrl_post.rollout.episode import Episode, Turn
 
 __all__ = ["conversation"]
@@ -82,7 +82,8 @@ class _Texts:
         size = min(len(text), longest, max(self._left, ENOUGH))
         self._left -= size
         left = len(text) - size
-        return {"text": text[:size]} | ({"left_out": left} if left else {})
+        shown = text[:size].replace(PICTURE, "[picture]")
+        return {"text": shown} | ({"left_out": left} if left else {})
 
     def name(self, text: str) -> str:
         return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"

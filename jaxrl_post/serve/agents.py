@@ -363,6 +363,7 @@ def _message(row: Mapping[str, Any]) -> Message:
         tool_calls=calls,
         tool_call_id=row.get("tool_call_id"),
         name=None if name is None else _text(name),
+        pictures=row.get("pictures") or (),
     )
 
 

@@ -106,7 +106,8 @@ class Asked(abc.ABC):
         count = self._given.prompt_logprobs
         if count is None or not updates:
             return {}
-        scores, prompt = updates[0].prompt, self.wanted[0].prompt
+        scores = updates[0].prompt
+        prompt = self.served.vocabulary(self.wanted[0].prompt)
         assert scores is not None
         return {"prompt_logprobs": scored.by_id(self.served, prompt, scores, count)}
 

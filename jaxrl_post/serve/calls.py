@@ -217,6 +217,13 @@ class Served:
                 code="context_length_exceeded",
             )
 
+    def vocabulary(self, prompt: Sequence[int]) -> list[int]:
+        """Token ids for a client: of a picture, the image token each time."""
+        eyes = self.tokenizer.eyes
+        if eyes is None:
+            return list(prompt)
+        return [token if token >= 0 else eyes.image_token for token in prompt]
+
     def length_of(
         self, prompt: Sequence[int], asked: int | None, default: int | None = None
     ) -> int:

@@ -17,10 +17,16 @@ from jaxrl_post.data.replies import THOUGHT, Reply, parse
 from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.data.tools import schemas_of, thinks
 from jaxrl_post.messages import ToolCall
+from jaxrl_post.pictures import PictureError
 from jaxrl_post.serve import answers, scored
 from jaxrl_post.serve.calls import ApiError, SampleUpdate, Served, Wanted, logprobs_of
 from jaxrl_post.serve.fields import ChatFields, ChatTokensFields, ToolChoice
-from jaxrl_post.serve.prompts import messages_of, prompt_of, tools_of
+from jaxrl_post.serve.prompts import (
+    messages_of,
+    prompt_of,
+    tools_of,
+    with_pictures,
+)
 from jaxrl_post.serve.recorded import Recorded, Recorder, open_episode, sampled_as
 from jaxrl_post.serve.texts import Texts
 
@@ -100,7 +106,7 @@ class AskedChat(answers.Asked):
         with contextlib.ExitStack() as undo:
             if isinstance(fields, ChatTokensFields):
                 # The messages say what they are; nothing is rendered.
-                prompt = tuple(fields.tokens)
+                prompt = await asyncio.to_thread(_given, served, fields)
             elif recorder is None:
                 prompt = await asyncio.to_thread(
                     prompt_of,
@@ -109,6 +115,7 @@ class AskedChat(answers.Asked):
                     options,
                     continue_final=fields.continue_final_message,
                     prompt=fields.add_generation_prompt,
+                    most=served.max_model_len,
                     check=served.check_text,
                 )
             else:
@@ -160,7 +167,7 @@ class AskedChat(answers.Asked):
         del choices
         told = self.prompt_logprobs(updates)
         if self.fields.return_token_ids:
-            told["prompt_token_ids"] = list(self.wanted[0].prompt)
+            told["prompt_token_ids"] = self.served.vocabulary(self.wanted[0].prompt)
         return told
 
     def reply(self, update: SampleUpdate) -> Reply:
@@ -195,7 +202,7 @@ class AskedChat(answers.Asked):
             values = logprobs_of(update.tokens, constrained=self.constrained)
             # The client gives these back, and the next prompt begins with them.
             message |= {
-                "prompt_token_ids": list(self.wanted[0].prompt),
+                "prompt_token_ids": self.served.vocabulary(self.wanted[0].prompt),
                 "generation_token_ids": ids,
                 "generation_log_probs": values.tolist(),
             }
@@ -248,6 +255,18 @@ def _continued(fields: ChatFields) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def _given(served: Served, fields: ChatTokensFields) -> tuple[int, ...]:
+    """The prompt that a request gives as token ids, with its messages' pictures."""
+    eyes = served.tokenizer.eyes
+    if eyes is None:
+        return tuple(fields.tokens)
+    rows = messages_of(fields.messages, eyes, served.max_model_len)
+    try:
+        return with_pictures(served.tokenizer, fields.tokens, rows)
+    except PictureError as error:
+        raise ApiError(400, f"tokens: {error}", param="tokens") from error
+
+
 async def _constraint(
     served: Served,
     fields: ChatFields,
@@ -288,7 +307,9 @@ async def _recorded(
                 param=name,
             )
     recording = recorder.recording
-    messages = await asyncio.to_thread(messages_of, fields.messages)
+    messages = await asyncio.to_thread(
+        messages_of, fields.messages, served.tokenizer.eyes, served.max_model_len
+    )
     try:
         with open_episode():
             recording.check_room(fields.n)
@@ -296,7 +317,7 @@ async def _recorded(
                 recording.find, served.tokenizer, messages, options, recorder.player
             )
             begun = reserve(fields.n)
-    except TokenizerError as error:
+    except (TokenizerError, PictureError) as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
     served.metrics.calls.labels(begun.kind).inc()
     return Recorded(recording, begun)

@@ -144,7 +144,9 @@ async def tokenize(
                 options,
                 continue_final=fields.continue_final_message,
                 prompt=fields.add_generation_prompt,
+                most=served.max_model_len,
             )
+            ids = await asyncio.to_thread(served.vocabulary, ids)
     except (TokenizerError, ValueError) as error:
         raise ApiError(400, str(error)) from error
     tokens = await asyncio.to_thread(_listed, ids)

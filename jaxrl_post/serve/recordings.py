@@ -28,6 +28,9 @@ import numpy as np
 from jaxrl_post.data import chat
 from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.messages import identity
+from jaxrl_post.pictures import Shown
+from jaxrl_post.pictures.numbered import lasting
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.sampler.requests import MOST_FLOAT
 from jaxrl_post.serve import tree
@@ -139,6 +142,7 @@ class Recording:
 
         Raises:
             TokenizerError: the template refuses the conversation.
+            PictureError: a picture cannot be shown.
         """
         # Meanwhile answers of other calls may be added to the episode's own list.
         turns = [*self.turns]
@@ -164,7 +168,7 @@ class Recording:
                 kind, parent = "unbridged", None
             else:
                 path = tree.path(turns, parent).tokens.ids.tolist()
-                prompt = (*path, *after)
+                prompt = Shown.joined(path, after)
         if prompt is None:
             prompt = chat.render(tokenizer, messages, options)
         parent = tree.reached(turns, prompt, player, parent)
@@ -246,7 +250,7 @@ class Recording:
             return None
         text = f"{self.seed} {begun.number}"
         text += f" {begun.player} "
-        text += " ".join(map(str, begun.prompt))
+        text += lasting(begun.prompt)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
     def add(
@@ -415,7 +419,7 @@ def _digest(prompt: tuple[int, ...]) -> bytes:
     whole, as tuples, they took sixty times as much memory as the turns. Two prompts
     have the same digest with a probability of 2**-256, which no number of calls makes
     likely; and a search for two is out of reach, as the best attack on BLAKE2b takes
-    2**128 trials. Token ids are below 2**31, so their bytes are theirs alone.
+    2**128 trials. Token ids are 32-bit integers, so their bytes are theirs alone.
     """
     ids = np.asarray(prompt, np.int32)
     return hashlib.blake2b(ids.tobytes(), digest_size=32).digest()
@@ -429,6 +433,7 @@ def _key(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
+    content = identity(content, chat.sources(message))
     calls = [
         [call["function"]["name"], _value(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()

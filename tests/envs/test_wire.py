@@ -1,3 +1,4 @@
+import json
 import socket
 import threading
 import time
@@ -5,8 +6,10 @@ import time
 import pytest
 
 from jaxrl_post.envs import Message, Step
+from jaxrl_post.envs.workers import wire
 from jaxrl_post.envs.workers.wire import decode_step, encode_step, receive_reply
 from jaxrl_post.frames import receive_frame, send_frame
+from jaxrl_post.messages import PICTURE
 
 
 @pytest.fixture
@@ -82,3 +85,26 @@ def test_steps_survive_exactly():
     )
     assert decode_step(encode_step(step)) == step
     assert str(decode_step(encode_step(step)).metrics["minus zero"]) == "-0.0"
+
+
+def test_pictures_of_a_step_arrive():
+    message = Message("tool", f"{PICTURE} and {PICTURE}", pictures=(b"\0\xff", b"GIF"))
+    step = Step(0.0, done=False, messages=(message,))
+    assert decode_step(json.loads(json.dumps(encode_step(step)))) == step
+
+
+def test_pictures_of_a_step_have_a_largest_size(monkeypatch):
+    monkeypatch.setattr(wire, "LARGEST_PICTURES", 5)
+    message = Message("user", PICTURE, pictures=(b"abc",))
+    encode_step(Step(0.0, done=False, messages=(message,)))
+    with pytest.raises(ValueError, match="at most 5 bytes together, got 6"):
+        encode_step(Step(0.0, done=False, messages=(message, message)))
+
+
+@pytest.mark.parametrize("bad", [["no base64"], "R0lG", [3], ["R0lG", "R0lG"]])
+def test_bad_pictures_of_a_reply_are_refused(bad):
+    """A worker runs code for a model's text, so its replies are not trusted."""
+    fields = encode_step(Step(0.0, done=False, messages=(Message("user", PICTURE),)))
+    fields["messages"][0]["pictures"] = bad
+    with pytest.raises((ValueError, TypeError)):
+        decode_step(fields)

@@ -27,6 +27,7 @@ from jaxrl_post.models import (
 )
 from jaxrl_post.models.adapters.lora import adapted, initialize_adapter
 from jaxrl_post.models.decoder import Execution, _repetitions
+from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
 
@@ -243,6 +244,16 @@ def test_packed_rows_are_their_sequences_alone():
         alone = run(PARAMS, TOKENS[None, at : at + length])[0]
         np.testing.assert_allclose(found[at : at + length], alone, atol=1e-4)
         at += length
+
+
+def test_exact_mode_is_the_same_decoder():
+    tokens = jnp.asarray(TOKENS)[None]
+    positions = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
+    exact = jax.jit(functools.partial(exact_forward, config=CONFIG))
+    found, _ = exact(
+        PARAMS, tokens=tokens, positions=positions, counted=jnp.ones(tokens.shape, bool)
+    )
+    np.testing.assert_allclose(found, run(PARAMS, tokens), atol=1e-4)
 
 
 # A prompt of five, two answers that share two tokens, and an answer of its own.

@@ -5,6 +5,7 @@ from tests.mutations.fault import Fault
 from tests.mutations.judge_faults import JUDGES
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
+from tests.mutations.model_faults import MODELS
 from tests.mutations.protocol_faults import PROTOCOLS
 from tests.mutations.sampler_faults import SAMPLER
 from tests.mutations.serve_faults import SERVE
@@ -614,6 +615,7 @@ FAULTS = [
     *PLANS,
     *LOSSES,
     *KERNELS,
+    *MODELS,
     *SAMPLER,
     *SERVE,
     *TOOLS,

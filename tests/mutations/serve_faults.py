@@ -144,8 +144,8 @@ SERVE = [
     Fault(
         "the stop token of a served answer is repeated in the next prompt",
         "data/bridges.py::bridge",
-        "return ids[1:] if stop_id == end else ids",
-        "return ids",
+        "ids[1:] if stop_id == end else ids",
+        "ids",
         "serve/test_recordings.py",
     ),
     Fault(

@@ -55,7 +55,7 @@ def check(fixtures: Path, saved: Path) -> None:
 
 
 def computed(folder: Path) -> dict[str, np.ndarray]:
-    """Tokens, patches and logits of one model, and how its first row goes on."""
+    """Tokens, patches, logits, and greedy tokens after the first row."""
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager",
         experts_implementation="eager",

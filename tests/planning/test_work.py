@@ -10,6 +10,7 @@ from jaxrl_post import models
 from jaxrl_post.algorithms import grpo
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.learner import step as pure
+from jaxrl_post.learner.memory import activation_bytes
 from jaxrl_post.models import GatedDelta, LayerSpec, Mamba2, ModelConfig
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
 from jaxrl_post.pretrained.presets import PRESETS
@@ -56,6 +57,21 @@ def test_layers_that_read_the_keys_of_others_cost_no_cache_and_no_prefill():
     # Readers are two thirds of the matrices, in wide MLPs.
     whole = model.accumulate(1, 1024, 0.0, "none", scan=False)
     assert model.prefill(1, 1024).flops < 0.25 * whole.flops
+
+
+def test_tables_of_per_layer_embeddings_are_looked_up_and_kept():
+    """Gemma 4 E2B: next to 262,144 x 1,536 entries, 35 layers have 256 each."""
+    config = PRESETS["gemma-4-e2b"]
+    widths = 1536 + 35 * 256
+    assert work(config).table_bytes == 262_144 * widths * 4
+    split = work(config, "fsdp8")
+    assert split.table_bytes == 262_144 * widths * (4 + 2 * 2)
+    # A layer keeps what it reads of them, next to the residual stream.
+    sizes = {"tokens": 10, "itemsize": 2}
+    kept = activation_bytes(config, split.mesh, remat="full", **sizes)
+    without = dataclasses.replace(config, per_layer=None)
+    less = activation_bytes(without, split.mesh, remat="full", **sizes)
+    assert kept - less == 10 * 2 * 256 * (35 + 1)
 
 
 @pytest.mark.parametrize(

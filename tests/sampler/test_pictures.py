@@ -14,7 +14,7 @@ from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
 from tests.models.vision.rows_of_pictures import NAMES, drawn, seeing
 
-# Of float32 log-probs that two programs compute.
+# Two programs compute these float32 log-probs.
 TOLERANCE = 3e-5
 # The fixtures' distributions are narrow, and a likely token's log-prob tells little.
 HOT = 4.0
@@ -109,7 +109,7 @@ def test_the_cache_holds_pictures_by_their_content():
     samples = sampled(
         made, params, [Request(2, (5, *picture.ids, 7, 8, 9), sampling=few)]
     )
-    # Of 20 tokens a whole page and the picture's last token were there.
+    # The cache had 18 of 20 tokens: a whole page, and two more of the segment.
     assert made.prefilled_tokens - before == 2
     assert gap(config, params, samples) < TOLERANCE
     before = made.prefilled_tokens

@@ -64,7 +64,7 @@ class PictureTokens:
         return 0 if self.output is None else len(self.output.levels)
 
     def levels(self, dtype: DTypeLike) -> list[Float[Array, "tokens hidden"]]:
-        """Returns the levels of all tokens, zeros for those of text."""
+        """Returns the levels of all tokens, zeros for tokens of text."""
         found = () if self.output is None else self.output.levels
         return [self._of_tokens(level)[0].astype(dtype) for level in found]
 

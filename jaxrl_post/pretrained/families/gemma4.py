@@ -86,7 +86,7 @@ WINDOW, EVERY, HEAD_DIM, KV_HEADS = 512, 6, 256, 4
 
 
 def unified_text(raw: Json) -> Json:
-    """Returns the config.json of a Gemma 4 for that of Gemma 4 12B's text alone."""
+    """Returns a Gemma 4 config.json, given the text part of Gemma 4 12B's."""
     tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
     return vision.gemma4_unified_text({**tied, "text_config": raw})
 

@@ -21,7 +21,7 @@ from jaxrl_post.pretrained.name_map import replaced_prefix
 __all__ = ["read_vision", "saved_weights", "whole_family", "write_whole"]
 
 
-class Whole(NamedTuple):
+class WholeFormat(NamedTuple):
     """The format of a kind of whole model.
 
     Attributes:
@@ -51,12 +51,12 @@ JOINED = {
         f"{EXPERTS}.down_proj", "experts expert_ffn expert_embed"
     ),
 }
-WHOLE: Mapping[str, Whole] = {
-    "qwen2_5_vl": Whole("Qwen2_5_VL", (16, 24, 24), False, FIRST),
-    "qwen3_vl": Whole("Qwen3VL", (24, 20, 20), True, LATER),
-    "qwen3_vl_moe": Whole("Qwen3VLMoe", (24, 20, 20), True, LATER, JOINED),
-    "qwen3_5": Whole("Qwen3_5", (11, 11, 10), True, LATER),
-    "qwen3_5_moe": Whole("Qwen3_5Moe", (11, 11, 10), True, LATER),
+WHOLE: Mapping[str, WholeFormat] = {
+    "qwen2_5_vl": WholeFormat("Qwen2_5_VL", (16, 24, 24), False, FIRST),
+    "qwen3_vl": WholeFormat("Qwen3VL", (24, 20, 20), True, LATER),
+    "qwen3_vl_moe": WholeFormat("Qwen3VLMoe", (24, 20, 20), True, LATER, JOINED),
+    "qwen3_5": WholeFormat("Qwen3_5", (11, 11, 10), True, LATER),
+    "qwen3_5_moe": WholeFormat("Qwen3_5Moe", (11, 11, 10), True, LATER),
 }
 assert WHOLE.keys() == TOWERS.keys()
 

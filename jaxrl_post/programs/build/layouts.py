@@ -82,17 +82,18 @@ class SamplerLayout:
     def gathered_a_token(self, model: Model) -> int:
         """Bytes of weights that a device receives for every decoded token.
 
-        As `gathered_bytes`, of the layers: compilers take the gathers of the embedding
-        and of the head out of the loop of decoding.
+        As `gathered_bytes`, of the layers: compilers take the gathers of embeddings and
+        of the head out of the loop of decoding.
 
         Args:
             model: the trained model.
         """
 
         def without_tables(tree: PyTree) -> PyTree:
-            if isinstance(tree, DecoderParams):
-                return replace(tree, embedding=None, unembedding=None)
-            return tree
+            if not isinstance(tree, DecoderParams):
+                return tree
+            rest = tree.per_layer and replace(tree.per_layer, embedding=None)
+            return replace(tree, embedding=None, unembedding=None, per_layer=rest)
 
         return gathered_bytes(
             jax.tree.map(

@@ -170,7 +170,7 @@ class ModelWork:
         # The entries before a chunk are copied out of their pages, then read.
         entries = own * (length + 3 * before)
         attended = Work(pairs * self._cached_pair_flops(), entries * self.cache_bytes)
-        embedded = self._lookup(tokens) + self._gather(self._table())
+        embedded = self._lookup(tokens) + self._gathered_tables()
         mixed = attended + self._linear(tokens, chunked=True)
         exchanged = self._exchanged(needed, tokens)
         return embedded + self._forward(needed, tokens) + mixed + exchanged
@@ -206,7 +206,7 @@ class ModelWork:
         )
         step += self._exchanged(self.products(), local)
         step += self._linear(local, chunked=False)
-        burst = self._gather(self._table())
+        burst = self._gathered_tables()
         for product in self.products():
             step += self._multiplied(product, local)
             if product.chosen:
@@ -258,8 +258,11 @@ class ModelWork:
         # The float32 sums of gradients are read and written, and so is the embedding's
         # gradient before it is summed over devices.
         owned = sum(product.size / product.parts for product in self.products())
-        sums = Work(0.0, 2 * 4 * (owned + self._table().size))
-        tables = self._gather(self._table()) * (1 if self.config.tie_embeddings else 2)
+        looked_up = sum(table.size for table in self._tables())
+        sums = Work(0.0, 2 * 4 * (owned + looked_up))
+        tables = self._gathered_tables()
+        if not self.config.tie_embeddings:
+            tables = tables + self._gather(self._table())
         received = self._learned(tokens, owned, remat)
         return work + tables + self._scores(scored) + sums + received
 
@@ -296,9 +299,11 @@ class ModelWork:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the gathered table, for both passes, and of its float32 gradient."""
-        table = self._table()
-        return table.size * (4 + 2 * self.dtype.itemsize * (table.parts > 1))
+        """Bytes of the gathered tables, for both passes, and of float32 gradients."""
+        both = 2 * self.dtype.itemsize
+        return sum(
+            table.size * (4 + both * (table.parts > 1)) for table in self._tables()
+        )
 
     def _layers(self) -> list[Product]:
         return [p for p in self.products() if p.name != "unembedding"]
@@ -319,9 +324,20 @@ class ModelWork:
         """The embedding, or the matrix of the head, which has the same layout."""
         return self._product("unembedding", param_specs(self.config).embedding)
 
+    def _tables(self) -> list[Product]:
+        """The tables that tokens are looked up in: of the first layer, and of all."""
+        per_layer = param_specs(self.config).per_layer
+        if per_layer is None:
+            return [self._table()]
+        return [self._table(), self._product("unembedding", per_layer.embedding)]
+
+    def _gathered_tables(self) -> Work:
+        return sum(map(self._gather, self._tables()), NO_WORK)
+
     def _lookup(self, tokens: float) -> Work:
-        """Looks tokens up in the embedding."""
-        return Work(0.0, 2 * tokens * self._table().inputs * self.dtype.itemsize)
+        """Looks tokens up in the tables."""
+        width = sum(table.inputs for table in self._tables())
+        return Work(0.0, 2 * tokens * width * self.dtype.itemsize)
 
     def _forward(self, products: Iterable[Product], tokens: float) -> Work:
         """The products of a forward pass over a device's tokens."""

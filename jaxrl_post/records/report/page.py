@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jaxrl_post
 from jaxrl_post.config.run import flattened
+from jaxrl_post.messages import PICTURE
 from jaxrl_post.records import notation
 from jaxrl_post.records.metric_table import (
     ACCURACY,
@@ -391,4 +392,4 @@ def _sample(row: Values, scale: tuple[float, float]) -> Values:
 def _excerpt(written: str) -> str:
     left = len(written) - MAX_CHARACTERS
     more = f"\n[{left} more characters in samples.jsonl]" if left > 0 else ""
-    return written[:MAX_CHARACTERS] + more
+    return written[:MAX_CHARACTERS].replace(PICTURE, "[picture]") + more

@@ -14,7 +14,10 @@ from jaxrl_post.envs import Answer, Message, ToolCall, WorkerPool, make
 from jaxrl_post.envs.protocols.responses import messages_of, response_of, tools_of
 from jaxrl_post.envs.servers import ServerError
 from jaxrl_post.jsonl import BadRowError
+from jaxrl_post.messages import PICTURE
+from jaxrl_post.pictures.contents import data_url
 from tests.envs.tools.http_servers import serving, serving_later
+from tests.seeing import RED
 
 ADD = {
     "type": "function",
@@ -417,3 +420,35 @@ def test_calls_that_could_not_be_read_stand_in_the_response():
     ]
     output = response_of({}, said, name="r")["output"]
     assert [item["role"] for item in output] == ["assistant", "user", "assistant"]
+
+
+def test_pictures_of_a_request_survive_both_directions():
+    parts = [
+        {"type": "input_image", "image_url": data_url(RED)},
+        {"type": "input_text", "text": "What?"},
+    ]
+    [message] = messages_of({"input": [{"role": "user", "content": parts}]})
+    assert message == Message("user", f"{PICTURE}What?", pictures=(RED,))
+    result = Message("tool", f"1{PICTURE}", tool_call_id="1", pictures=(RED,))
+    output = response_of({}, [message, result], name="r")["output"]
+    assert output[0]["content"] == parts
+    assert output[1]["output"] == [
+        {"type": "input_text", "text": "1"},
+        {"type": "input_image", "image_url": data_url(RED)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ({"role": "user", "image_url": "http://a/b.png"}, "never fetched"),
+        ({"role": "user", "image_url": "a.png"}, "a path needs a folder"),
+        ({"role": "user", "image_url": data_url(RED[:-30])}, "truncated or damaged"),
+        ({"role": "assistant", "image_url": data_url(RED)}, "must be text, got a pict"),
+    ],
+)
+def test_bad_pictures_of_a_request_are_refused(item, told):
+    part = {"type": "input_image", "image_url": item["image_url"]}
+    with pytest.raises(BadRowError, match="input 0") as caught:
+        messages_of({"input": [{"role": item["role"], "content": [part]}]})
+    assert told in str(caught.value)

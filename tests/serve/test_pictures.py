@@ -1,0 +1,289 @@
+"""Requests with pictures: read, refused, and recorded; nothing is ever fetched."""
+
+import json
+import socket
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxrl_post.data import chat
+from jaxrl_post.data.codec import Codec
+from jaxrl_post.messages import PICTURE, Message
+from jaxrl_post.pictures import Shown
+from jaxrl_post.pictures.contents import data_url
+from jaxrl_post.pictures.numbered import spots
+from jaxrl_post.serve.agents import _message
+from jaxrl_post.serve.calls import ApiError
+from jaxrl_post.serve.fields import ChatMessage
+from jaxrl_post.serve.prompts import messages_of, prompt_of, with_pictures
+from jaxrl_post.serve.recordings import Recording
+from jaxrl_post.tokens import Tokens
+from tests.pictures.files import colours, encoded, frames, png
+from tests.seeing import BLIND, EYES, QWEN3, RED, SEEING, WIDE, seeing
+from tests.serve.conftest import listening, make_served
+
+WHAT = {"type": "text", "text": "What?"}
+
+
+def image(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts)}
+
+
+ASKED = user(image(data_url(RED)), WHAT, image(data_url(WIDE)))
+SHOWN = Message("user", f"{PICTURE}What?{PICTURE}", pictures=(RED, WIDE))
+
+
+def read(*rows):
+    return [ChatMessage.model_validate(row) for row in rows]
+
+
+def prompt(*rows, tokenizer=SEEING, **options):
+    return prompt_of(tokenizer, read(*rows), chat.NO_OPTIONS, **options)
+
+
+def test_parts_become_a_prompt():
+    found = prompt({"role": "system", "content": "1"}, ASKED)
+    assert found == Codec(SEEING).render([Message("system", "1"), SHOWN])
+    assert isinstance(found, Shown)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image(data_url(RED)),
+        {"type": "image_url", "image_url": data_url(RED)},
+        {"type": "input_image", "image_url": data_url(RED), "detail": "low"},
+        {"type": "image_url", "image_url": {"url": data_url(RED), "detail": "high"}},
+    ],
+)
+def test_a_picture_has_several_forms(part):
+    [row] = messages_of(read(user(part)), EYES, 99)
+    assert row == {"role": "user", "content": PICTURE, "pictures": (RED,)}
+
+
+def test_a_result_of_a_tool_may_be_a_picture():
+    row = {"role": "tool", "tool_call_id": "1", "content": [image(data_url(RED))]}
+    [found] = messages_of(read(row), EYES, 99)
+    assert found["pictures"] == (RED,)
+
+
+def test_a_clients_own_key_is_no_picture():
+    [row] = messages_of(read({**user(WHAT), "pictures": ["a"]}), EYES, 99)
+    assert "pictures" not in row
+
+
+BAD = [
+    (user(image("http://127.0.0.1:9/a.png")), "pictures are never fetched"),
+    (user(image("HTTPS://example.com/a.png")), "pictures are never fetched"),
+    (user(image("file:///etc/passwd")), "pictures are never fetched"),
+    (user(image("/etc/passwd")), "a path needs a folder"),
+    (user(image("a.png")), "a path needs a folder"),
+    (user(image("data:image/png;base64,????")), "base64 is damaged"),
+    (user(image(data_url(b"no picture"))), "no picture in a format"),
+    (user(image(data_url(frames("GIF")))), "GIF with 3 frames"),
+    (user(image(data_url(encoded(colours(1, 300))))), "less than 200 times"),
+    (user(image(data_url(png(2**14, 2**14, 8, 2, b"")))), "at most 67,108,864 pixels"),
+    (user(image(data_url(RED[:-30]))), "truncated or damaged"),
+    (user({"type": "image_url"}), "has no picture"),
+    (user({"type": "image_url", "image_url": 3}), "got int"),
+    (user({"type": "input_audio", "input_audio": {}}), "a part of type 'input_audio'"),
+    (user(image(data_url(RED)), {**WHAT, "text": PICTURE}), "U+FFFC"),
+    ({"role": "assistant", "content": [image(data_url(RED))]}, "an answer is text"),
+    (user({"type": "text", "text": "<|image_pad|>"}), "has 1 image tokens"),
+]
+
+
+@pytest.mark.parametrize(("row", "told"), BAD)
+def test_a_bad_picture_is_refused(row, told):
+    with pytest.raises(ApiError) as caught:
+        prompt(user(WHAT), row, user(WHAT))
+    assert caught.value.status == 400
+    assert told in str(caught.value)
+    assert "messages" in str(caught.value)
+
+
+def test_a_bad_picture_is_named():
+    with pytest.raises(ApiError, match=r"messages\[1\]\.content: part 2: picture 'ht"):
+        prompt(user(WHAT), user(WHAT, image("http://a/b.png")))
+
+
+def test_no_address_is_fetched(monkeypatch):
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("looked up"))
+    with pytest.raises(ApiError, match="never fetched"):
+        prompt(user(image("http://example.com/a.png")))
+
+
+def test_pictures_that_are_too_long_are_not_decoded(monkeypatch):
+    monkeypatch.setattr(
+        "jaxrl_post.pictures.eyes.read_picture",
+        lambda *args, **options: pytest.fail("decoded"),
+    )
+    with pytest.raises(ApiError, match=r"your pictures have 5 tokens") as caught:
+        prompt(ASKED, most=4)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_model_that_does_not_see_says_so():
+    with pytest.raises(ApiError, match=r"messages\[0\].*reads text alone.*image_url"):
+        prompt(ASKED, tokenizer=BLIND)
+
+
+def test_a_message_that_the_template_hides_is_refused():
+    system = {"role": "system", "content": [image(data_url(RED))]}
+    with pytest.raises(ApiError, match="of role 'system'"):
+        prompt(system, user(WHAT), tokenizer=seeing(QWEN3))
+
+
+def clients(ids):
+    """The ids that a client gets."""
+    return [token if token >= 0 else EYES.image_token for token in ids]
+
+
+def test_ids_of_a_client_get_their_pictures_back():
+    """An answer with its token ids comes first as it is."""
+    before, said = prompt(ASKED), SEEING.encode("3<|im_end|>")
+    answer = {
+        "role": "assistant",
+        "content": "3",
+        "prompt_token_ids": clients(before),
+        "generation_token_ids": list(said),
+    }
+    again = user(image(data_url(RED)))
+    found = prompt(ASKED, answer, again)
+    assert found[: len(before) + len(said)] == (*before, *said)
+    assert [spot.count for spot in spots(found)] == [2, 3, 2]
+    assert isinstance(found, Shown)
+    assert found == Codec(SEEING).render(
+        [SHOWN, Message("assistant", "3"), Message("user", PICTURE, pictures=(RED,))]
+    )
+    last = prompt(ASKED, answer, continue_final=True, prompt=False)
+    assert last == (*before, *said[:-1])
+    other = user(image(data_url(RED)), WHAT)
+    with pytest.raises(ApiError, match="5 of the token ids are image tokens, and"):
+        prompt(other, answer, again)
+
+
+def test_ids_without_pictures_stay_as_they_are():
+    assert with_pictures(SEEING, [5, 6], [{"role": "user", "content": "a"}]) == (5, 6)
+    assert with_pictures(BLIND, [5, EYES.image_token], []) == (5, EYES.image_token)
+
+
+def rows(*given):
+    return messages_of(read(*given), EYES, 99)
+
+
+def served_turn(recording, messages, answer="3"):
+    """Serves a turn, and records it."""
+    begun = recording.find(SEEING, messages, chat.NO_OPTIONS)(1)
+    said = SEEING.encode(f"{answer}<|im_end|>")
+    sampled = Tokens.generated(said, [-1.0] * len(said), version=0)
+    held = begun.prompt
+    recording.add(begun, sampled, {"role": "assistant", "content": answer}, "stop")
+    return begun, held
+
+
+def test_an_agents_conversation_continues_with_pictures():
+    held = EYES.picture(RED), EYES.picture(WIDE)
+    recording = Recording("one", seed=3)
+    begun, before = served_turn(recording, rows(ASKED))
+    answer = {"role": "assistant", "content": "3"}
+    again, found = served_turn(
+        recording, rows(ASKED, answer, user(image(data_url(WIDE))))
+    )
+    assert again.kind == "bridged"
+    assert found[: len(before)] == before
+    assert isinstance(found, Shown)
+    assert [spot.count for spot in spots(found)] == [2, 3, 3]
+    assert begun.prompt == Codec(SEEING).render([SHOWN])
+    assert held[0] is not held[1]
+
+
+def test_a_conversation_with_another_picture_is_another():
+    held = EYES.picture(RED), EYES.picture(WIDE)
+    recording = Recording("one", seed=3)
+    served_turn(recording, rows(user(image(data_url(RED)))))
+    answer = {"role": "assistant", "content": "3"}
+    begun, _ = served_turn(
+        recording, rows(user(image(data_url(WIDE))), answer, user(WHAT))
+    )
+    assert begun.kind == "edited"
+    assert held[0] is not held[1]
+
+
+def test_noise_depends_on_the_picture_and_not_on_its_numbers(monkeypatch):
+    def noise(picture):
+        recording = Recording("one", seed=3)
+        begun = recording.find(
+            SEEING, rows(user(image(data_url(picture)))), chat.NO_OPTIONS
+        )(1)
+        return recording.noise(begun), begun.prompt
+
+    first, ids = noise(RED)
+    assert noise(RED)[0] == first
+    assert noise(encoded(colours(4, 8, seed=9)))[0] != first
+    # Another process gives other numbers.
+    from jaxrl_post.pictures import numbered
+
+    monkeypatch.setattr(numbered, "_NUMBERS", numbered._Numbers())
+    numbered._NUMBERS.next += 77
+    monkeypatch.setattr(
+        SEEING, "eyes", EYES.__class__(EYES.processor, EYES.image_token)
+    )
+    again, others = noise(RED)
+    assert others != ids
+    assert again == first
+
+
+def test_a_recorded_message_has_its_pictures():
+    [row] = rows(user(image(data_url(RED)), WHAT))
+    assert _message(row) == Message("user", f"{PICTURE}What?", pictures=(RED,))
+
+
+@pytest.fixture(scope="module")
+def seen():
+    model = make_served(SEEING)
+    with listening(model) as address:
+        yield address
+    assert model.service.close(60)
+
+
+def post(url, path, body):
+    return httpx.post(f"{url}{path}", json=body, timeout=60)
+
+
+def test_the_server_tells_ids_of_the_vocabulary(seen):
+    told = post(seen, "/tokenize", {"messages": [ASKED]})
+    assert told.status_code == 200, told.text
+    ids = told.json()["tokens"]
+    assert ids == clients(prompt(ASKED))
+    assert np.count_nonzero(np.equal(ids, EYES.image_token)) == 5
+
+
+@pytest.mark.parametrize(("row", "told"), BAD)
+def test_the_server_refuses_bad_pictures(seen, row, told):
+    body = {"messages": [row, user(WHAT)], "max_tokens": 1}
+    answer = post(seen, "/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    assert told in answer.json()["error"]["message"]
+
+
+def test_the_server_refuses_tokens_of_other_pictures(seen):
+    body = {"messages": [ASKED], "tokens": [5, EYES.image_token], "max_tokens": 1}
+    answer = post(seen, "/v1/chat/completions/tokens", body)
+    assert answer.status_code == 400, answer.text
+    assert "tokens: 1 of the token ids are image tokens" in answer.text
+
+
+def test_the_server_refuses_pictures_beyond_the_context(seen):
+    """Fast: 300 bytes of a picture may have 64 million pixels."""
+    url = data_url(encoded(colours(2, 2).repeat(400, 0).repeat(400, 1)))
+    body = {"messages": [user(*[image(url)] * 9)], "max_tokens": 1}
+    answer = post(seen, "/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    assert json.loads(answer.text)["error"]["code"] == "context_length_exceeded"
