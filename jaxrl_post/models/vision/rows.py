@@ -118,6 +118,7 @@ def row_pictures(
         vision.tower,
         [(each.patches(), each.grid) for _, each in found.values()],
         pictures=count,
+        scaling=standing[0][1].picture.processor.scaling,
     )
     tokens = pictures.pixels.shape[1] // vision.tower.merge_size**2
     for row, spot in standing:
