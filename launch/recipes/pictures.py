@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
@@ -17,17 +18,25 @@ def pictures() -> RLConfig:
         model="demo-qwen3-vl",
         vision="trained",
         run_dir="runs/pictures",
-        env="pictures?guesses=1",
-        steps=300,
+        env="pictures?kinds=count,colour&guesses=1",
+        steps=800,
         rollout=RolloutConfig(
             prompts_per_step=32,
-            samples_per_prompt=8,
+            # With fewer, chance alone makes some answer more frequent than the others,
+            # whatever the picture shows.
+            samples_per_prompt=16,
             truncated="zero",
             max_prompt_tokens=0,
             max_tokens=4,
         ),
         update=UpdateConfig(microbatch_tokens=2048),
-        optimizer=replace(demo().optimizer, learning_rate=1e-3, warmup_ratio=10 / 300),
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4,
+            warmup_ratio=10 / 800,
+            schedule="wsd",
+            decay_ratio=0.2,
+            beta2=0.98,
+        ),
         eval=EvalConfig(every=50, num_tasks=200),
         warm_start=replace(demo().warm_start, steps=100, examples_per_step=64),
     )
