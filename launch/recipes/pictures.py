@@ -19,7 +19,7 @@ def pictures() -> RLConfig:
         vision="trained",
         run_dir="runs/pictures",
         env="pictures?kinds=count,colour&guesses=1",
-        steps=800,
+        steps=300,
         rollout=RolloutConfig(
             prompts_per_step=32,
             # With fewer, chance makes one answer more frequent than the others, and the
@@ -32,7 +32,7 @@ def pictures() -> RLConfig:
         update=UpdateConfig(microbatch_tokens=2048),
         optimizer=OptimizerConfig(
             learning_rate=5e-4,
-            warmup_ratio=10 / 800,
+            warmup_ratio=10 / 300,
             schedule="wsd",
             decay_ratio=0.2,
             beta2=0.98,
