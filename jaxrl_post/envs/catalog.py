@@ -29,7 +29,7 @@ from jaxrl_post.envs.tasks.mixture import (
     mixture,
 )
 from jaxrl_post.envs.tasks.nim import Nim
-from jaxrl_post.envs.tasks.pictures import Pictures
+from jaxrl_post.envs.tasks.pictures import DrawnPictures
 from jaxrl_post.envs.tasks.programs import Code, Functions, calculate
 from jaxrl_post.envs.tasks.prompt_answers import PromptAnswers
 from jaxrl_post.envs.tasks.reasoning_gym import ReasoningGym
@@ -60,7 +60,7 @@ _BY_NAME: Mapping[str, Callable[..., Environment]] = {
     "nemo-gym": NemoGym,
     "nim": Nim,
     "openenv": OpenEnv,
-    "pictures": Pictures,
+    "pictures": DrawnPictures,
     "text2sql": Text2SQL,
     "verifiers": Verifiers,
     "world": World,

@@ -27,8 +27,8 @@ from jaxrl_post.learner import state as training
 from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy
 from jaxrl_post.learner.model import Model
-from jaxrl_post.learner.pictures import SeeingPolicy, for_devices
 from jaxrl_post.learner.state import TrainState
+from jaxrl_post.models.vision import for_devices
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
@@ -381,7 +381,7 @@ def begin_training(
         adaptation = model.adaptation
         predictor = AdaptedPolicy(model.base, policy, adaptation.lora, adaptation.seed)
     elif model.tower is not None:
-        predictor = SeeingPolicy(model.tower, policy)
+        predictor = pure.SeeingPolicy(model.tower, policy)
     learner = Learner(
         policy=policy,
         predictor=predictor,

@@ -144,7 +144,7 @@ def activation_bytes(
     inner *= max(config.layer(i).mlp_multiple for i in range(config.num_layers))
     heads = config.num_heads * max(own.head_dim for own in wide)
     entries = max(own.num_kv_heads * own.head_dim for own in wide)
-    # What a layer reads of per-layer embeddings, which are made before the first layer.
+    # A layer reads its per-layer embeddings, which are made before the first layer.
     tables = 0 if config.per_layer is None else config.per_layer.size
     # By XLA's count of temporary buffers; scores are computed tile by tile, twice.
     layer = tables + 7 * hidden + (4 * heads + 4 * entries + 5 * inner) // tp

@@ -21,6 +21,7 @@ from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.models import (
+    DecoderParams,
     ModelConfig,
     experts,
     forward,
@@ -31,7 +32,12 @@ from jaxrl_post.models import (
 from jaxrl_post.models.decoder import Execution, Remat
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
-from jaxrl_post.models.vision import PictureTokens, RowPictures, with_pictures
+from jaxrl_post.models.vision import (
+    PictureTokens,
+    RowPictures,
+    VisionParams,
+    with_pictures,
+)
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, Rules
 from jaxrl_post.types import Array, Float, PyTree, TokenBatch
 
@@ -39,6 +45,7 @@ __all__ = [
     "Accumulator",
     "Policy",
     "Predictor",
+    "SeeingPolicy",
     "accumulate",
     "apply",
     "chunks_of",
@@ -115,6 +122,29 @@ class Policy:
 
 
 @struct.dataclass
+class SeeingPolicy:
+    """The `Predictor` of a model whose vision tower is not trained.
+
+    Attributes:
+        tower: a jit argument that is never donated.
+        policy: the model's policy.
+    """
+
+    tower: VisionParams[Array]
+    policy: Policy = struct.field(pytree_node=False)
+
+    def predict(self, params: DecoderParams[Array], batch: TokenBatch) -> Predictions:
+        """Returns the predictions for a batch; differentiable in `params`."""
+        whole = params.replace(vision=self.tower)  # type: ignore[attr-defined]
+        return predict(self.policy, whole, batch)
+
+    def in_training(self, step: Array, row: int) -> "SeeingPolicy":
+        """Returns itself: it draws no random numbers."""
+        del step, row
+        return self
+
+
+@struct.dataclass
 class Accumulator:
     """Sums over the microbatches of one optimizer step; all float32."""
 
@@ -172,7 +202,7 @@ def _with_pictures(
     if not isinstance(pictures, RowPictures):
         raise ValueError(
             "batch: its pictures are as `pack` left them; make each microbatch with "
-            "learner.pictures.for_devices"
+            "models.vision.for_devices"
         )
     pictures = pictures.replace(  # type: ignore[attr-defined]
         places=chunks.split(jnp.asarray(pictures.places)),

@@ -111,7 +111,12 @@ class VisionConfig:
     @property
     def patch_width(self) -> int:
         """Numbers of one patch."""
-        return self.channels * self.temporal_patch_size * self.patch_size**2
+        return self.frame_width * self.temporal_patch_size
+
+    @property
+    def frame_width(self) -> int:
+        """Numbers of one frame of a patch."""
+        return self.channels * self.patch_size**2
 
     @property
     def merged_size(self) -> int:

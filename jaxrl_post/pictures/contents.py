@@ -35,7 +35,7 @@ PICTURES = {
     "input_image": ("image_url",),
 }
 
-# Returns the bytes of a picture; of None, those of a picture that is given elsewhere.
+# Returns the bytes of a picture; None is the next picture of the column `images`.
 type Read = Callable[[bytes | str | None], bytes]
 
 

@@ -68,8 +68,8 @@ class Picture:
         return range(self.first, self.first + self.num_tokens)
 
     def patches(self) -> np.ndarray:
-        """The patches for the vision tower, as `PictureProcessor.cut`."""
-        return self.processor.cut(self.pixels)
+        """The patches for the vision tower, as `PictureProcessor.raw`."""
+        return self.processor.raw(self.pixels)
 
 
 @dataclass(frozen=True)

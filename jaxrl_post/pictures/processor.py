@@ -226,16 +226,37 @@ class PictureProcessor:
             patches of a block follow one another. A patch's numbers are in the order
             (channel, frame, row, column).
         """
+        side = self.patch_size
+        found = self._blocks(self._normalized(resized)).reshape(-1, 3, 1, side * side)
+        found = np.repeat(found, self.temporal_patch_size, axis=2)
+        return found.reshape(-1, self.width)
+
+    def raw(self, resized: np.ndarray) -> np.ndarray:
+        """Cuts a resized picture into patches of one frame, which are not normalized.
+
+        An eighth of the bytes of `cut`, which devices get: `scaling` normalizes them.
+
+        Args:
+            resized: as for `cut`.
+
+        Returns:
+            uint8 [rows * columns, 3 * patch_size * patch_size].
+        """
+        return self._blocks(resized).reshape(-1, 3 * self.patch_size**2)
+
+    @property
+    def scaling(self) -> np.ndarray:
+        """float32 [3, 2]: a channel's x becomes scaling[c, 0] x + scaling[c, 1]."""
+        mean, std = np.array(self.mean), np.array(self.std)
+        return np.stack([self.rescale / std, -mean / std], axis=-1).astype(np.float32)
+
+    def _blocks(self, values: np.ndarray) -> np.ndarray:
+        """The values in the order of blocks: [..., channel, row, column]."""
         merge, side = self.merge_size, self.patch_size
-        rows, columns = (each // side for each in resized.shape[:2])
-        values = self._normalized(resized)
+        rows, columns = (each // side for each in values.shape[:2])
         split = (rows // merge, merge, side, columns // merge, merge, side, 3)
         # Dims: block row, block column, row and column in the block, channel, pixels.
-        cut = values.reshape(split).transpose(0, 3, 1, 4, 6, 2, 5)
-        cut = cut.reshape(rows * columns, 3, 1, side * side)
-        return np.repeat(cut, self.temporal_patch_size, axis=2).reshape(
-            rows * columns, self.width
-        )
+        return values.reshape(split).transpose(0, 3, 1, 4, 6, 2, 5)
 
     def _normalized(self, resized: np.ndarray) -> np.ndarray:
         # The product is rounded once and the rest is float32, as in transformers.

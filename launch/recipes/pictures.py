@@ -22,8 +22,8 @@ def pictures() -> RLConfig:
         steps=300,
         rollout=RolloutConfig(
             prompts_per_step=32,
-            # With fewer, chance alone makes some answer more frequent than the others,
-            # whatever the picture shows.
+            # With fewer, chance makes one answer more frequent than the others, and the
+            # policy gives it to every picture.
             samples_per_prompt=16,
             truncated="zero",
             max_prompt_tokens=0,

@@ -9,10 +9,15 @@ import pytest
 from jaxrl_post.algorithms import Objective
 from jaxrl_post.data.packing import Sequence, pack, trees
 from jaxrl_post.learner.learner import Scorer, check_same_batch
-from jaxrl_post.learner.pictures import SeeingPolicy, for_devices
-from jaxrl_post.learner.step import Policy, accumulate, empty_accumulator, predict
+from jaxrl_post.learner.step import (
+    Policy,
+    SeeingPolicy,
+    accumulate,
+    empty_accumulator,
+    predict,
+)
 from jaxrl_post.metrics import masked
-from jaxrl_post.models.vision import RowPictures
+from jaxrl_post.models.vision import RowPictures, for_devices
 from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
 from tests.models.vision.rows_of_pictures import drawn, seeing

@@ -18,8 +18,8 @@ VISION = [
     Fault(
         "pixels of padding matter",
         f"{TOWER}::_embedded",
-        "jnp.where(valid[..., None], pictures.pixels, 0)",
-        "pictures.pixels",
+        "jnp.where(valid[..., None], pixels, 0)",
+        "pixels",
         "models/vision",
     ),
     Fault(
@@ -80,7 +80,7 @@ VISION = [
     ),
     Fault(
         "patches are in the order of rows",
-        "pictures/processor.py::PictureProcessor.cut",
+        "pictures/processor.py::PictureProcessor._blocks",
         "values.reshape(split).transpose(0, 3, 1, 4, 6, 2, 5)",
         "values.reshape(split).transpose(0, 1, 3, 4, 6, 2, 5)",
         "pictures parity/test_vision.py",

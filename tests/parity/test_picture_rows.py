@@ -149,6 +149,7 @@ def test_samples_equal_the_greedy_ones_of_transformers(name, monkeypatch):
     ]
     of = {each.first: own for each, own in zip(pictures, patches, strict=True)}
     monkeypatch.setattr(Picture, "patches", lambda self: of[self.first])
+    monkeypatch.setattr(PictureProcessor, "scaling", None)
     row = found["tokens"][0].tolist()
     starts = [i for i, (a, b) in enumerate(itertools.pairwise([0, *row]), 0)
               if b == config.vision.image_token != a]  # fmt: skip

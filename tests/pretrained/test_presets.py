@@ -20,7 +20,7 @@ COUNTS = {
     "small": 39_600_640,
     "demo-lfm2": 886_784,
     "demo-qwen3.5": 922_960,
-    "demo-qwen3-vl": 945_152,  # of which the tower has 288,704
+    "demo-qwen3-vl": 945_152,  # 288,704 of them are the tower's
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,

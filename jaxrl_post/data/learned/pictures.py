@@ -112,7 +112,7 @@ def added_tokens(tokenizer: Tokenizer, messages: Messages, texts: Sequence[str])
 
 
 def _check(messages: Messages, places: int, last: bool) -> None:
-    """Refuses a number of image tokens that is not that of the pictures.
+    """Refuses more or fewer image tokens than pictures.
 
     A text may end with a turn of the assistant; the last one, with the last such turn.
     """

@@ -11,6 +11,7 @@ from jaxrl_post.models.vision.pictures import Pictures, arrange, bucket
 from jaxrl_post.models.vision.rows import (
     PictureTokens,
     RowPictures,
+    for_devices,
     row_pictures,
     with_pictures,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "VisionParams",
     "arrange",
     "bucket",
+    "for_devices",
     "mrope_axes",
     "row_pictures",
     "tower",

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 
 from jaxrl_post.models.vision_config import VisionConfig
-from jaxrl_post.types import Float, HostOrDevice, Int
+from jaxrl_post.types import Float, HostOrDevice, Int, Num
 
 __all__ = ["Grid", "Pictures", "arrange", "block_order", "bucket"]
 
@@ -29,7 +29,8 @@ class Pictures:
     too; without, blocks are in the order of rows.
 
     Attributes:
-        pixels: float32, the patches; 0 in padding.
+        pixels: the patches, 0 in padding: float32; or uint8 of one frame, which the
+            tower normalizes and repeats.
         counts: int32, patches of each picture; 0 for a picture that is padding.
         rows: int32, row of each patch in its picture.
         columns: int32, column.
@@ -40,9 +41,10 @@ class Pictures:
             for a tower without windows.
         order: int32, for each token in the order of rows the place of its block; None
             for a tower without windows, whose blocks are in that order.
+        scaling: float32, with pixels of uint8: a channel's factor and what is added.
     """
 
-    pixels: Float[HostOrDevice, "pictures patches width"]
+    pixels: Num[HostOrDevice, "pictures patches width"]
     counts: Int[HostOrDevice, " pictures"]
     rows: Int[HostOrDevice, "pictures patches"]
     columns: Int[HostOrDevice, "pictures patches"]
@@ -50,6 +52,7 @@ class Pictures:
     weights: Float[HostOrDevice, "pictures patches 4"] | None = None
     windows: Int[HostOrDevice, "pictures patches"] | None = None
     order: Int[HostOrDevice, "pictures tokens"] | None = None
+    scaling: Float[HostOrDevice, "pictures 3 2"] | None = None
 
 
 def bucket(patches: int) -> int:
@@ -75,16 +78,19 @@ def arrange(
     *,
     patches: int | None = None,
     pictures: int | None = None,
+    scaling: np.ndarray | None = None,
 ) -> Pictures:
     """Arranges pictures for `tower`.
 
     Args:
         config: of the tower.
         found: for each picture its patches, float [rows * columns, width] in the order
-            of `PictureProcessor.patches`, and its grid.
+            of `PictureProcessor.patches`, and its grid; with `scaling` uint8, as of
+            `PictureProcessor.raw`.
         patches: size of the bucket; default: `bucket` of the largest picture.
         pictures: number of pictures with padding; default: as many as are given, and
             at least 1.
+        scaling: of `PictureProcessor`; None for patches that are normalized.
 
     Returns:
         NumPy arrays.
@@ -102,7 +108,7 @@ def arrange(
     """
     block = config.merge_size**2
     for index, (values, grid) in enumerate(found):
-        _check(config, values, grid, f"picture {index}")
+        _check(config, values, grid, f"picture {index}", raw=scaling is not None)
     largest = max((len(values) for values, _ in found), default=0)
     patches = bucket(largest) if patches is None else patches
     pictures = max(1, len(found)) if pictures is None else pictures
@@ -114,7 +120,9 @@ def arrange(
         )
     shape = (pictures, patches)
     arrays = {
-        "pixels": np.zeros((*shape, config.patch_width), np.float32),
+        "pixels": np.zeros((*shape, config.patch_width), np.float32)
+        if scaling is None
+        else np.zeros((*shape, config.frame_width), np.uint8),
         "counts": np.zeros(pictures, np.int32),
         "rows": np.zeros(shape, np.int32),
         "columns": np.zeros(shape, np.int32),
@@ -125,6 +133,8 @@ def arrange(
     if config.window_size is not None:
         arrays["windows"] = np.full(shape, -1, np.int32)
         arrays["order"] = np.zeros((pictures, patches // block), np.int32)
+    if scaling is not None:
+        arrays["scaling"] = np.tile(scaling, (pictures, 1, 1))
     for index, (values, grid) in enumerate(found):
         for name, array in _one(config, values, grid).items():
             arrays[name][index, : len(array)] = array
@@ -149,13 +159,16 @@ def block_order(grid: Grid, merge: int) -> tuple[np.ndarray, np.ndarray]:
     return numbers // columns, numbers % columns
 
 
-def _check(config: VisionConfig, values: np.ndarray, grid: Grid, name: str) -> None:
+def _check(
+    config: VisionConfig, values: np.ndarray, grid: Grid, name: str, *, raw: bool
+) -> None:
     merge = config.merge_size
     if min(grid) < 1 or any(side % merge for side in grid):
         raise ValueError(
             f"{name}: the sides of its grid must be multiples of {merge}; got {grid}"
         )
-    wanted = (grid[0] * grid[1], config.patch_width)
+    width = config.frame_width if raw else config.patch_width
+    wanted = (grid[0] * grid[1], width)
     if values.shape != wanted:
         raise ValueError(
             f"{name}: a grid of {grid[0]} x {grid[1]} needs patches {list(wanted)}; "

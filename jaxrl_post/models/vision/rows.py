@@ -1,5 +1,7 @@
 """Rows of tokens some of which stand for blocks of pictures."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -10,11 +12,24 @@ from jaxrl_post.models.params import DecoderParams
 from jaxrl_post.models.vision.pictures import Pictures, arrange
 from jaxrl_post.models.vision.tower import VisionOutput, VisionRemat, tower
 from jaxrl_post.models.vision_config import VisionInputs
-from jaxrl_post.pictures.numbered import spots
+from jaxrl_post.pictures.numbered import spots, without
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
-from jaxrl_post.types import Array, Float, HostOrDevice, Int
+from jaxrl_post.types import (
+    Array,
+    Float,
+    HostOrDevice,
+    Int,
+    PackedPictures,
+    TokenBatch,
+)
 
-__all__ = ["PictureTokens", "RowPictures", "row_pictures", "with_pictures"]
+__all__ = [
+    "PictureTokens",
+    "RowPictures",
+    "for_devices",
+    "row_pictures",
+    "with_pictures",
+]
 
 
 @struct.dataclass
@@ -118,6 +133,7 @@ def row_pictures(
         vision.tower,
         [(each.patches(), each.grid) for _, each in found.values()],
         pictures=count,
+        scaling=standing[0][1].picture.processor.scaling,
     )
     tokens = pictures.pixels.shape[1] // vision.tower.merge_size**2
     for row, spot in standing:
@@ -125,6 +141,42 @@ def row_pictures(
         span = slice(spot.start, spot.start + spot.count)
         places[row, span] = np.arange(first, first + spot.count)
     return RowPictures(places, rotations, pictures)
+
+
+def for_devices(
+    batch: TokenBatch, config: ModelConfig, *, multiple: int = 1
+) -> TokenBatch:
+    """Cuts the pictures of a microbatch into patches, for its vision tower.
+
+    Args:
+        batch: NumPy arrays; returned as it is if it is of text alone.
+        config: the model's.
+        multiple: as in `row_pictures`.
+
+    Returns:
+        The batch with image tokens in place of the pictures' numbers. Without a picture
+        in its rows it has no `pictures`, and costs no tower.
+
+    Raises:
+        ValueError: the model does not see.
+        PictureError: no picture in memory has a number of the batch.
+    """
+    packed = batch.pictures
+    if packed is None:
+        return batch
+    assert isinstance(packed, PackedPictures)
+    if config.vision is None:
+        raise ValueError(
+            f"batch: it has pictures, and this {config.model_type} was loaded without "
+            "a vision tower; load it with --vision"
+        )
+    ids = np.asarray(batch.tokens)
+    found = row_pictures(config.vision, ids, packed.rotations, multiple=multiple)
+    return dataclasses.replace(
+        batch,
+        tokens=without(ids, config.vision.image_token),
+        pictures=None if found.pictures is None else found,
+    )
 
 
 def with_pictures(

@@ -95,7 +95,10 @@ def _embedded(
 ) -> Float[Array, "flat hidden"]:
     """Projects patches, and adds the learned positions, if any."""
     dtype = params.patch.dtype
-    pixels = jnp.where(valid[..., None], pictures.pixels, 0).astype(dtype)
+    pixels = pictures.pixels
+    if pictures.scaling is not None:
+        pixels = _normalized(config, pixels, pictures.scaling)
+    pixels = jnp.where(valid[..., None], pixels, 0).astype(dtype)
     pixels = pixels.reshape(-1, config.patch_width)
     hidden = project(pixels, params.patch.reshape(config.patch_width, -1))
     if params.patch_bias is not None:
@@ -112,6 +115,17 @@ def _embedded(
             learned += entries * pictures.weights[..., corner].reshape(-1, 1)
         hidden = hidden + learned.astype(dtype)
     return constrain(hidden, ("batch", "hidden"), rules)
+
+
+def _normalized(
+    config: VisionConfig, pixels: Array, scaling: Array
+) -> Float[Array, "pictures patches width"]:
+    """Patches of one frame as float32, normalized and repeated for each frame."""
+    count, patches, _ = pixels.shape
+    split = pixels.astype(jnp.float32).reshape(count, patches, config.channels, 1, -1)
+    factor, added = (scaling[:, None, :, i, None, None] for i in range(2))
+    frames = jnp.repeat(split * factor + added, config.temporal_patch_size, axis=3)
+    return frames.reshape(count, patches, config.patch_width)
 
 
 def _rotation(config: VisionConfig, pictures: Pictures) -> tuple[Array, Array]:

@@ -1,11 +1,14 @@
 """Pictures are arranged into arrays of one size."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_post.models.vision import VisionConfig, arrange, bucket
+from jaxrl_post.models.vision import VisionConfig, arrange, bucket, tower
+from tests.models.vision.rows_of_pictures import drawn, processor_of, seeing
 from tests.models.vision.towers import CONFIGS, pictures_of
 
 QWEN2_5, QWEN3 = CONFIGS["qwen2_5_vl"], CONFIGS["qwen3_vl"]
@@ -120,3 +123,19 @@ def test_configs_that_contradict_themselves_are_refused(change, message):
     sizes = {"hidden_size": 32, "intermediate_size": 8, "num_layers": 2, "num_heads": 4}
     with pytest.raises(ValueError, match=message):
         VisionConfig("qwen3_vl", **{**sizes, "out_hidden_size": 8, **change})
+
+
+def test_the_tower_normalizes_pixels_as_the_processor_does():
+    config, params = seeing("qwen2_5_vl")
+    processor, picture = processor_of(config), drawn(config, 3, 2, 0)
+    processor = dataclasses.replace(processor, mean=(0.1, 0.5, 0.3), std=(0.2, 1, 0.4))
+    found = [(processor.cut(picture.pixels), picture.grid)]
+    raw = [(processor.raw(picture.pixels), picture.grid)]
+    tower_config = config.vision.tower
+    expected = tower(params.vision, tower_config, arrange(tower_config, found))
+    arranged = arrange(tower_config, raw, scaling=processor.scaling, pictures=2)
+    assert arranged.pixels.dtype == np.uint8
+    computed = tower(params.vision, tower_config, arranged)
+    np.testing.assert_allclose(
+        computed.embeddings[0], expected.embeddings[0], atol=1e-5
+    )

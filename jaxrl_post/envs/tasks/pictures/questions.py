@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-import numpy as np
-
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
-from jaxrl_post.envs.tasks import drawing
 from jaxrl_post.envs.tasks.held_out import split_of
+from jaxrl_post.envs.tasks.pictures import drawing
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 from jaxrl_post.messages import PICTURE
 
-__all__ = ["QUESTIONS", "Pictures"]
+__all__ = ["QUESTIONS", "DrawnPictures"]
 
 QUESTIONS: Mapping[str, str] = {
     "count": "How many?",
@@ -25,7 +23,7 @@ QUESTIONS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Pictures:
+class DrawnPictures:
     """Questions about a drawn picture: how many shapes, which colour, which digit.
 
     A message has a picture, a PNG file of `side` x `side` pixels on a dark background,
@@ -50,11 +48,11 @@ class Pictures:
     Raises:
         ValueError: an argument is outside its range.
 
-    >>> environment = Pictures()
+    >>> environment = DrawnPictures()
     >>> task = environment.tasks("eval")[0]
     >>> task.messages[0].content.replace(PICTURE, "<picture> "), task.reference
-    ('<picture> Which colour?', 'red')
-    >>> environment.step(task, (*task.messages, Message("assistant", "red"))).reward
+    ('<picture> Which digit?', '5')
+    >>> environment.step(task, (*task.messages, Message("assistant", "5"))).reward
     1.0
     """
 
@@ -137,7 +135,7 @@ class Pictures:
         answer = rng.choice(self._answers(kind))
         while True:
             layout, colours = _DRAWN[kind](rng, self.side, answer)
-            drawn = hashlib.blake2b(layout.tobytes(), digest_size=16).hexdigest()
+            drawn = hashlib.blake2b(b"".join(layout), digest_size=16).hexdigest()
             if split_of(f"{kind} {drawn} {colours}") == split:
                 break
         picture = drawing.png(drawing.coloured(rng, layout, colours))
@@ -146,23 +144,25 @@ class Pictures:
         return Task(index, (asked,), answer, {"kind": kind}, part=part)
 
 
-def _count(rng: Random, side: int, answer: str) -> tuple[np.ndarray, list[str]]:
+def _count(rng: Random, side: int, answer: str) -> tuple[drawing.Drawing, list[str]]:
     number = int(answer)
     colours = rng.choices(list(drawing.COLOURS), k=number)
     return drawing.scattered(rng, side, number), colours
 
 
-def _colour(rng: Random, side: int, answer: str) -> tuple[np.ndarray, list[str]]:
+def _colour(rng: Random, side: int, answer: str) -> tuple[drawing.Drawing, list[str]]:
     return drawing.single(rng, side), [answer]
 
 
-def _digit(rng: Random, side: int, answer: str) -> tuple[np.ndarray, list[str]]:
+def _digit(rng: Random, side: int, answer: str) -> tuple[drawing.Drawing, list[str]]:
     colour = rng.choice(list(drawing.COLOURS))
     return drawing.digit(rng, side, int(answer)), [colour]
 
 
 # Layout and colours of a picture whose question has a given answer.
-_DRAWN: Mapping[str, Callable[[Random, int, str], tuple[np.ndarray, list[str]]]] = {
+_DRAWN: Mapping[
+    str, Callable[[Random, int, str], tuple[drawing.Drawing, list[str]]]
+] = {
     "count": _count,
     "colour": _colour,
     "digit": _digit,
