@@ -1,4 +1,9 @@
-"""A small model learns to see from reward, on two CPU cores in minutes."""
+"""A small model learns to see from reward, on two CPU cores in minutes.
+
+The warm start imitates guesses, so the model learns what answers look like and nothing
+about pictures. With seed 0 it answers 20.5 % of 200 held-out questions before, 69.5 %
+after 100 steps and 76 % after 300: it names all colours and counts half of the shapes.
+"""
 
 from dataclasses import replace
 
