@@ -1,4 +1,4 @@
-"""A run whose tasks have pictures: trained, saved, evaluated."""
+"""The recipe about pictures, for two steps: trained, evaluated, saved."""
 
 import json
 
@@ -11,7 +11,7 @@ from jaxrl_post.records.directory import read_rows
 
 SMALL = (
     "--recipe=pictures",
-    "--env=pictures?guesses=1&train_size=64&eval_size=8",
+    "--env=pictures?kinds=count,colour&guesses=1&train_size=64&eval_size=8",
     "--steps=2",
     "--warm-start.steps=2",
     "--warm-start.examples-per-step=8",
@@ -23,16 +23,14 @@ SMALL = (
 
 
 @pytest.mark.processes
-@pytest.mark.slow("compiles a run with pictures, and an evaluation")
-def test_a_model_that_sees_is_trained_saved_and_evaluated(run_here, tmp_path):
+@pytest.mark.slow("compiles a run with pictures")
+def test_a_model_learns_from_pictures_and_is_saved_with_its_tower(run_here, tmp_path):
     run = tmp_path / "run"
     run_here("launch.grpo", *SMALL, f"--run-dir={run}")
     rows = {row["step"]: row["metrics"] for row in read_rows(run / "metrics.jsonl")}
     # The sampler's log-probs of answers to pictures are the trainer's.
     assert abs(rows[2]["mismatch/token_mult_prob_error"] - 1) < 1e-4
-    assert {f"eval/{kind}/accuracy" for kind in ("count", "colour", "digit")} & set(
-        rows[2]
-    )
+    assert {"eval/count/accuracy", "eval/colour/accuracy"} <= set(rows[2])
 
     folder = run / "model"
     written = json.loads((folder / "config.json").read_text())
@@ -43,10 +41,3 @@ def test_a_model_that_sees_is_trained_saved_and_evaluated(run_here, tmp_path):
         load(run / name, vision=True)[1].vision for name in ("initial", "model")
     )
     assert (before.patch != after.patch).any()
-
-    found = tmp_path / "found.json"
-    run_here(
-        *("launch.evaluate", f"--model={folder}", "--vision=frozen"),
-        *("--env=pictures?eval_size=8", f"--output={found}", "--max-tokens=4"),
-    )
-    assert json.loads(found.read_text())["num_tasks"] == 8
