@@ -78,7 +78,7 @@ def main(options: Options) -> dict[str, Any]:
 
     def layer(weights, hidden, positions, entry) -> tuple[Any, Any]:
         tables = rope_tables(config, positions)
-        place = decoder._Place(positions, None, None, tables, tables, None, entry)
+        place = decoder._Place(positions, None, None, None, entry, tables)
         return decoder._layer(config, 0, DEFAULT_RULES, weights, hidden, place)[:2]
 
     def unrolled(layers, hidden, positions, keys, values):
