@@ -223,9 +223,9 @@ def _picture(value: int, place: int) -> Picture:
         picture = _NUMBERS.alive.get(first)
     if picture is None or value not in picture.ids:
         raise PictureError(
-            f"id {place} is {value}, and no picture in memory has this number; keep "
-            "the pictures (`Tokens.pictures`) with their ids, and take stored rows "
-            "from `Tokens.from_json`"
+            f"id {place} is {value}: negative ids are numbers of pictures, and no "
+            "picture in memory has this one; keep the pictures (`Tokens.pictures`) "
+            "with their ids, and take stored rows from `Tokens.from_json`"
         )
     return picture
 

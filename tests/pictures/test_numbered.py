@@ -39,7 +39,7 @@ def test_another_processor_is_another_picture():
 def test_a_picture_that_was_forgotten_gets_its_number_again():
     first = drawn(1, 1, 7).first
     gc.collect()
-    with pytest.raises(PictureError, match="no picture in memory"):
+    with pytest.raises(PictureError, match="picture in memory has this one"):
         spots([first])
     assert drawn(1, 1, 7).first == first
 
@@ -147,5 +147,5 @@ def test_stored_tokens_get_the_numbers_of_their_new_process(monkeypatch):
 
 
 def test_ids_without_a_picture_are_refused():
-    with pytest.raises(PictureError, match="no picture in memory"):
+    with pytest.raises(PictureError, match="picture in memory has this one"):
         Tokens.context([5, -7])
