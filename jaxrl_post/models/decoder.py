@@ -19,13 +19,18 @@ from jaxrl_post.models.attention import (
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.experts import Routing, mixture, routing
-from jaxrl_post.models.layers import embed, mlp, norm, scaled, softcap, unit_norm
-from jaxrl_post.models.params import DecoderParams, LayerParams
-from jaxrl_post.models.per_layer import (
+from jaxrl_post.models.layers import (
+    embed,
+    mlp,
+    norm,
     per_layer_inputs,
     per_layer_rows,
     per_layer_update,
+    scaled,
+    softcap,
+    unit_norm,
 )
+from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
 from jaxrl_post.models.vision.rows import PictureTokens

@@ -31,17 +31,15 @@ from jaxrl_post.models.layers import (
     embed,
     inner_mlp,
     norm,
+    per_layer_inputs,
+    per_layer_rows,
+    per_layer_update,
     project,
     scaled,
     unit_norm,
 )
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, param_specs
-from jaxrl_post.models.per_layer import (
-    per_layer_inputs,
-    per_layer_rows,
-    per_layer_update,
-)
 from jaxrl_post.models.recurrences import LinearAttention
 from jaxrl_post.models.recurrent import Past, exact_recurrent
 from jaxrl_post.models.spec import is_spec

@@ -1,5 +1,7 @@
 """The small parts of a layer: norms, projections, the gated MLP.
 
+And embeddings of tokens for every layer (`PerLayerEmbedding` has the mathematics).
+
 Between the embedding and the last norm a hidden state is [batch * length, hidden], so
 that every projection is a product of two matrices. With three dims XLA's CPU backend
 transposes the inputs of the weight gradients element by element (the backward pass of
@@ -7,6 +9,7 @@ the MLP took 2.7 times as long).
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,9 @@ import jax.numpy as jnp
 from jaxrl_post.models.config import Activation, ModelConfig
 from jaxrl_post.models.embedding import lookup
 from jaxrl_post.models.matrix import Matrix, multiply
-from jaxrl_post.models.params import MLPParams
+from jaxrl_post.models.params import MLPParams, PerLayerInputParams, PerLayerParams
 from jaxrl_post.sharding import Rules, constrain
-from jaxrl_post.types import Array, Float
+from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
     "activated",
@@ -25,6 +28,9 @@ __all__ = [
     "inner_mlp",
     "mlp",
     "norm",
+    "per_layer_inputs",
+    "per_layer_rows",
+    "per_layer_update",
     "project",
     "scaled",
     "softcap",
@@ -182,3 +188,50 @@ def inner_mlp(
 def softcap(x: Array, cap: float | None) -> Array:
     """Returns c tanh(x / c), or x if `cap` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def per_layer_rows(
+    config: ModelConfig,
+    params: PerLayerParams[Array],
+    tokens: Int[Array, " tokens"],
+    rules: Rules,
+) -> Float[Array, "tokens width"]:
+    """Looks up and scales the tokens' rows of the tables of all layers."""
+    assert config.per_layer is not None
+    rows = lookup(params.embedding, tokens, rules)
+    # Round the scale to the dtype first, as `embed` does.
+    rows = rows * jnp.asarray(math.sqrt(config.per_layer.size), rows.dtype)
+    return constrain(rows, ("batch", "hidden"), rules)
+
+
+def per_layer_inputs(
+    config: ModelConfig,
+    params: PerLayerParams[Array],
+    embedded: Float[Array, "tokens hidden"],
+    rows: Float[Array, "tokens width"],
+) -> Float[Array, "tokens layers size"]:
+    """Computes the inputs of all layers.
+
+    Args:
+        config: the model's config.
+        params: of all layers.
+        embedded: the tokens' scaled embeddings.
+        rows: of `per_layer_rows`.
+    """
+    assert config.per_layer is not None
+    shape = embedded.shape[0], config.num_layers, config.per_layer.size
+    projected = project(embedded, params.projection)
+    projected = scaled(projected, config.hidden_size**-0.5).reshape(shape)
+    projected = norm(config, projected, params.norm)
+    return scaled(projected + rows.reshape(shape), 2**-0.5)
+
+
+def per_layer_update(
+    config: ModelConfig,
+    params: PerLayerInputParams[Array],
+    hidden: Float[Array, "tokens hidden"],
+    inputs: Float[Array, "tokens size"],
+) -> Float[Array, "tokens hidden"]:
+    """Returns the update of the residual stream at a layer's end."""
+    inner = activated(config.activation, project(hidden, params.gate), inputs)
+    return norm(config, project(inner, params.output), params.norm)
