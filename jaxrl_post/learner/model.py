@@ -36,13 +36,13 @@ from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.vision_params import VisionParams
 from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
-from jaxrl_post.pretrained.families.towers import TOWERS
 from jaxrl_post.pretrained.names import nearest_first
 from jaxrl_post.pretrained.orbax_files import is_orbax_directory
 from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import save_adapter
-from jaxrl_post.pretrained.picture_files import eyes_of
 from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.pretrained.vision.picture_files import eyes_of
+from jaxrl_post.pretrained.vision.towers import TOWERS
 from jaxrl_post.records import outputs
 from jaxrl_post.records.hub.card import CARD
 from jaxrl_post.sharding import (

@@ -31,7 +31,6 @@ from jaxrl_post.pretrained.families import (
     read_config,
     right_label,
 )
-from jaxrl_post.pretrained.families.whole import saved_weights, whole_family
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
 from jaxrl_post.pretrained.hf_values import section
 from jaxrl_post.pretrained.joined_experts import split_experts
@@ -58,10 +57,11 @@ from jaxrl_post.pretrained.param_files import (
 )
 from jaxrl_post.pretrained.peft.beside import adapter_in
 from jaxrl_post.pretrained.peft.files import head_of, load_adapter
-from jaxrl_post.pretrained.picture_files import write_processor
 from jaxrl_post.pretrained.quantized_files import dequantized
 from jaxrl_post.pretrained.stored_layers import check_counts, next_token_layers
 from jaxrl_post.pretrained.tensor_files import Tensor, has_tensors, open_tensors
+from jaxrl_post.pretrained.vision.picture_files import write_processor
+from jaxrl_post.pretrained.vision.whole import saved_weights, whole_family
 from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
 from jaxrl_post.types import Array

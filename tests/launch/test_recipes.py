@@ -18,8 +18,8 @@ from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.messages import PICTURE
 from jaxrl_post.pictures import Eyes
-from jaxrl_post.pretrained.picture_files import eyes_of
 from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.pretrained.vision.picture_files import eyes_of
 from jaxrl_post.programs.build.agents import check_agents
 from launch import grpo, reward
 from launch.cli import read_options

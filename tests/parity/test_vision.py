@@ -24,7 +24,7 @@ from jaxrl_post.models.vision import (
 from jaxrl_post.pictures import PictureProcessor, read_picture
 from jaxrl_post.pictures.positions import PictureSpan, mrope_positions
 from jaxrl_post.pretrained.errors import CheckpointError
-from jaxrl_post.pretrained.families.towers import (
+from jaxrl_post.pretrained.vision.towers import (
     vision_config_from_hf,
     vision_config_to_hf,
     vision_params_from_hf,

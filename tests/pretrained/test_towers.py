@@ -9,7 +9,7 @@ import pytest
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.models.vision import VisionConfig, vision_specs
 from jaxrl_post.pretrained import CheckpointError
-from jaxrl_post.pretrained.families.towers import (
+from jaxrl_post.pretrained.vision.towers import (
     TOWERS,
     vision_config_from_hf,
     vision_config_to_hf,

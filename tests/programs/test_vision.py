@@ -32,7 +32,7 @@ from jaxrl_post.data.tokenizer import TokenizerError
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import describe_model
 from jaxrl_post.pretrained.errors import CheckpointError
-from jaxrl_post.pretrained.picture_files import eyes_of
+from jaxrl_post.pretrained.vision.picture_files import eyes_of
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.evaluate import run_evaluation
 from jaxrl_post.programs.offline import run_offline

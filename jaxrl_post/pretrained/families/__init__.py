@@ -24,9 +24,9 @@ from jaxrl_post.pretrained.families import (
     vision,
 )
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.families.towers import TOWERS
-from jaxrl_post.pretrained.families.whole import read_vision, write_whole
 from jaxrl_post.pretrained.names import nearest_first
+from jaxrl_post.pretrained.vision.towers import TOWERS
+from jaxrl_post.pretrained.vision.whole import read_vision, write_whole
 
 __all__ = [
     "FAMILIES",

@@ -8,15 +8,15 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.vision_config import VisionInputs
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.families.family import Family
-from jaxrl_post.pretrained.families.towers import (
+from jaxrl_post.pretrained.hf_values import Json, integer, integers, section
+from jaxrl_post.pretrained.layout import Weight
+from jaxrl_post.pretrained.name_map import replaced_prefix
+from jaxrl_post.pretrained.vision.towers import (
     TOWERS,
     vision_config_from_hf,
     vision_config_to_hf,
     vision_weights,
 )
-from jaxrl_post.pretrained.hf_values import Json, integer, integers, section
-from jaxrl_post.pretrained.layout import Weight
-from jaxrl_post.pretrained.name_map import replaced_prefix
 
 __all__ = ["read_vision", "saved_weights", "whole_family", "write_whole"]
 

@@ -1,0 +1,1 @@
+"""Vision towers in model directories, and the files of their picture processors."""
