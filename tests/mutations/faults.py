@@ -6,6 +6,7 @@ from tests.mutations.judge_faults import JUDGES
 from tests.mutations.kernel_faults import KERNELS
 from tests.mutations.loss_faults import LOSSES
 from tests.mutations.model_faults import MODELS
+from tests.mutations.picture_faults import PICTURES
 from tests.mutations.protocol_faults import PROTOCOLS
 from tests.mutations.sampler_faults import SAMPLER
 from tests.mutations.serve_faults import SERVE
@@ -620,6 +621,7 @@ FAULTS = [
     *SERVE,
     *TOOLS,
     *VISION,
+    *PICTURES,
     *JUDGES,
     *ENVIRONMENTS,
     *PROTOCOLS,
