@@ -84,7 +84,7 @@ def test_a_model_that_does_not_see_says_so(tools):
     ):
         Codec(BLIND).render([TEXT, ASKED], tools)
     with pytest.raises(
-        TokenizerError, match=r"has a picture.*choose a model that sees"
+        TokenizerError, match=r"has a picture.*load a model that sees"
     ):
         Codec(BLIND).reply([TEXT, SAID], [ASKED], tools, stop_id=None)
 

@@ -179,7 +179,7 @@ def test_prompts_are_measured_with_their_pictures():
 @pytest.mark.parametrize(
     ("message", "tokenizer", "told"),
     [
-        (ASKED, BLIND, "choose a model that sees"),
+        (ASKED, BLIND, "load a model that sees"),
         (Message("user", PICTURE, pictures=(b"none",)), SEEING, "no picture in a form"),
         (Message("system", PICTURE, pictures=(RED,)), seeing(QWEN3), "role 'system'"),
     ],

@@ -52,7 +52,7 @@ def test_a_bad_picture_of_a_task_ends_the_run_and_names_the_task():
 
 
 def test_an_environment_of_pictures_needs_a_model_that_sees():
-    with pytest.raises(TokenizerError, match="choose a model that sees"):
+    with pytest.raises(TokenizerError, match="load a model that sees"):
         played(ASKED, BLIND, asked=Message("user", "1+2="))
 
 
