@@ -175,6 +175,8 @@ def why_not_elsewhere(request: Request) -> str | None:
         return "has a grammar, which only the trainer's own sampler has"
     if request.sampling.prompt_scores:
         return "asks for the log-probs of its prompt"
+    if request.pictures:
+        return "has pictures, which only the trainer's own sampler sees"
     return None
 
 

@@ -1,7 +1,7 @@
 """The sampler's input and output: sampling parameters, requests, completions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -231,7 +231,6 @@ class Request:
             requests may share it. None for `prompt_id`.
         constrain: makes the constraint of one sample, which has seen no token; None if
             every token may come. It is applied before top-k, top-p and min-p.
-        pictures: of the prompt, which stay in memory with the request.
 
     Raises:
         ValueError: a number is out of its range.
@@ -246,13 +245,11 @@ class Request:
     num_sampled: int = 0
     noise_id: int | None = None
     constrain: Callable[[], Constraint] | None = None
-    pictures: tuple[Picture, ...] = field(
-        default=(), init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if self.prompt and min(self.prompt) < 0:
-            object.__setattr__(self, "pictures", pictures_in(self.prompt))
+            # Looked up now, while the caller has them.
+            _ = self.pictures
         for name in ("prompt_id", "first_sample", "noise_id"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**32:
@@ -274,6 +271,11 @@ class Request:
                 "Request: num_sampled must be at least 0 and less than the tokens of "
                 f"the prompt, {len(self.prompt)}; got {self.num_sampled}"
             )
+
+    @cached_property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures of the prompt, which stay in memory with the request."""
+        return pictures_in(self.prompt)
 
     @cached_property
     def shift(self) -> int:

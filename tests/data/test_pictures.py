@@ -83,9 +83,7 @@ def test_a_model_that_does_not_see_says_so(tools):
         TokenizerError, match=r"messages\[1\] has a picture.*text alone"
     ):
         Codec(BLIND).render([TEXT, ASKED], tools)
-    with pytest.raises(
-        TokenizerError, match=r"has a picture.*load a model that sees"
-    ):
+    with pytest.raises(TokenizerError, match=r"has a picture.*load a model that sees"):
         Codec(BLIND).reply([TEXT, SAID], [ASKED], tools, stop_id=None)
 
 

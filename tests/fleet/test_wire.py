@@ -21,6 +21,7 @@ from jaxrl_post.fleet.wire import (
     write_news,
     write_orders,
 )
+from jaxrl_post.pictures import PictureProcessor, number
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     Alternatives,
@@ -64,7 +65,7 @@ def some_news(draw: random.Random) -> News:
         kept = kept.reshape(count, most)
         kept[: count // 2, most // 2 :] = -1
         tokens = Tokens.generated(
-            [draw.randrange(-(2**31), 2**31) for _ in range(count)],
+            [draw.randrange(2**31) for _ in range(count)],
             [draw.choice(ODD) for _ in range(count)],
             version=draw.randrange(2**31),
             log_masses=[draw.choice(ODD[: draw.choice((1, 8))]) for _ in range(count)],
@@ -114,7 +115,7 @@ def some_orders(draw: random.Random) -> list:
         size = draw.choice((1, 2, 9, 300))
         request = Request(
             draw.randrange(2**32),
-            tuple(draw.randrange(-(2**31), 2**31) for _ in range(size)),
+            tuple(draw.randrange(2**31) for _ in range(size)),
             num_samples=draw.choice((1, 7)),
             first_sample=draw.choice((0, 2**32 - 7)),
             sampling=sampling,
@@ -184,6 +185,9 @@ def test_who_samples_what_has_a_grammar_or_scores():
     assert "grammar" in str(why_not_elsewhere(grammar))
     scored = SamplingParams(prompt_scores=True)
     assert "log-probs" in str(why_not_elsewhere(Request(1, (1,), sampling=scored)))
+    processor = PictureProcessor(patch_size=2, min_pixels=16)
+    picture = number(np.zeros((4, 4, 3), np.uint8), processor)
+    assert "pictures" in str(why_not_elsewhere(Request(1, (*picture.ids, 1))))
 
 
 @pytest.mark.parametrize(
