@@ -1,5 +1,6 @@
 """Whether a request fits a sampler."""
 
+from jaxrl_post.pictures.errors import PictureError
 from jaxrl_post.sampler.requests import Request
 from jaxrl_post.sampler.sizes import MOST_BIASES, EngineConfig
 
@@ -71,18 +72,25 @@ def check_request(
             f"{where}: an exact engine has no logit_bias and no penalties; leave "
             "them out"
         )
-    if request.pictures and not sees:
+    try:
+        pictures = request.pictures
+    except PictureError:
+        # Without pictures a negative id is a wrong id.
+        if sees:
+            raise
+        pictures = ()
+    if pictures and not sees:
         raise ValueError(
             f"{where}: the prompt has pictures, and this sampler's model does not see "
             "them; load it with vision, and leave out exact"
         )
-    if request.prompt[-1] < 0:
+    if pictures and request.prompt[-1] < 0:
         raise ValueError(
             f"{where}: a prompt must end with a token of text, from which the first "
             "token is sampled; got one that ends with a picture"
         )
     for what, ids in (
-        ("token", [t for t in request.prompt if t >= 0 or not request.pictures]),
+        ("token", [t for t in request.prompt if t >= 0 or not pictures]),
         ("stop", sampling.stop_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("bad_words", [token for word in sampling.bad_words for token in word]),

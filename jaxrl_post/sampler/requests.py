@@ -1,12 +1,14 @@
 """The sampler's input and output: sampling parameters, requests, completions."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxrl_post.pictures.errors import PictureError
 from jaxrl_post.pictures.numbered import Picture, pictures_in
 from jaxrl_post.pictures.positions import rotary_positions
 from jaxrl_post.tokens import Tokens
@@ -234,7 +236,6 @@ class Request:
 
     Raises:
         ValueError: a number is out of its range.
-        PictureError: no picture in memory has a number of the prompt.
     """
 
     prompt_id: int
@@ -248,8 +249,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.prompt and min(self.prompt) < 0:
-            # Looked up now, while the caller has them.
-            _ = self.pictures
+            # Looked up now, while the caller has them; the sampler refuses other ids.
+            with suppress(PictureError):
+                _ = self.pictures
         for name in ("prompt_id", "first_sample", "noise_id"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**32:
@@ -274,7 +276,11 @@ class Request:
 
     @cached_property
     def pictures(self) -> tuple[Picture, ...]:
-        """The pictures of the prompt, which stay in memory with the request."""
+        """The pictures of the prompt, which stay in memory with the request.
+
+        Raises:
+            PictureError: no picture in memory has a number of the prompt.
+        """
         return pictures_in(self.prompt)
 
     @cached_property

@@ -162,4 +162,8 @@ def test_what_cannot_be_sampled_is_refused():
     blind = Engine(dataclasses.replace(config, vision=None), SIZES)
     with pytest.raises(ValueError, match="does not see"):
         blind.submit(Request(1, prompt, sampling=few))
+    with pytest.raises(ValueError, match="picture in memory has this one"):
+        made.submit(Request(1, (5, -9, 6), sampling=few))
+    with pytest.raises(ValueError, match="token ids must lie in 0"):
+        blind.submit(Request(1, (5, -9, 6), sampling=few))
     assert not made.busy
