@@ -10,7 +10,6 @@ from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.messages import Message
-from jaxrl_post.pictures.eyes import Eyes
 
 __all__ = ["Codec"]
 
@@ -22,21 +21,14 @@ class Codec:
     """Converts messages to tokens, and sampled tokens to messages.
 
     Attributes:
-        tokenizer: the model's.
+        tokenizer: the model's; with its eyes, messages may have pictures
+            (`Tokenizer.with_eyes`).
         max_result_tokens: tokens that a tool's result may have; a longer one loses its
             middle.
-        eyes: show pictures to the model; None leaves the tokenizer's own
-            (`Tokenizer.with_eyes`).
     """
 
     tokenizer: Tokenizer
     max_result_tokens: int = 1024
-    eyes: Eyes | None = None
-
-    def __post_init__(self) -> None:
-        if self.eyes is not None:
-            tokenizer = self.tokenizer.with_eyes(self.eyes)
-            object.__setattr__(self, "tokenizer", tokenizer)
 
     def render(
         self, messages: Sequence[chat.MessageLike], tools: Tools = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_post.pictures.errors import PictureError
-from jaxrl_post.pictures.numbered import Picture, expanded, number
+from jaxrl_post.pictures.numbered import Picture, number
 from jaxrl_post.pictures.processor import PictureProcessor
 from jaxrl_post.pictures.reading import (
     DEFAULT_LIMITS,
@@ -117,22 +117,3 @@ class Eyes:
         following = iter(own)
         found = (next(following) if i == self.image_token else i for i in ids)
         return Shown.of(found, pictures) if pictures else tuple(ids)
-
-    def expanded(self, ids: Iterable[int], sources: Sequence[bytes]) -> tuple[int, ...]:
-        """Puts the tokens of pictures in the places that a template left for them.
-
-        Args:
-            ids: a rendered conversation, with one image token for each picture.
-            sources: the pictures of the conversation, in order.
-
-        Returns:
-            The row; with pictures it is a `Shown`, which keeps them in memory.
-
-        Raises:
-            PictureError: as `pictures.expanded` and `picture`.
-        """
-        ids = tuple(ids)
-        if not sources and self.image_token not in ids:
-            return ids
-        pictures = [self.picture(source) for source in sources]
-        return Shown.of(expanded(ids, pictures, self.image_token), pictures)

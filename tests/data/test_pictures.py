@@ -73,8 +73,8 @@ def test_mappings_and_other_objects_show_pictures():
         assert chat.render(SEEING, [message]) == chat.render(SEEING, [ASKED])
 
 
-def test_codec_gives_its_eyes_to_the_tokenizer():
-    assert Codec(BLIND, eyes=EYES).render([ASKED]) == Codec(SEEING).render([ASKED])
+def test_a_codec_shows_pictures_with_the_eyes_of_its_tokenizer():
+    assert Codec(BLIND.with_eyes(EYES)).render([ASKED]) == chat.render(SEEING, [ASKED])
 
 
 @pytest.mark.parametrize("tools", [(), ({"function": {"name": "f"}},)])
