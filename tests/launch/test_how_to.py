@@ -61,8 +61,8 @@ class Page:
 
     def __init__(self, name: str) -> None:
         text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-        [self.code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        # A page may have further commands without its file.
+        # A page may have further code and commands; the first are its file's.
+        self.code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         command, *_ = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
         _, _, self.program, *self.arguments = shlex.split(command.replace("\\\n", " "))
         [file] = re.findall(r"[Ss]aved as `(\w+)\.py`", text)

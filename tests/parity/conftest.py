@@ -12,13 +12,11 @@ HERE = Path(__file__).parent
 
 # These run in an environment with torch, not in this one.
 collect_ignore = [
-    "make_fixtures.py",
-    "make_chat_fixtures.py",
-    "make_vision_fixtures.py",
     "check_saved.py",
     "check_trained.py",
     "fuzz_theirs.py",
 ]
+collect_ignore_glob = ["make_*.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -353,7 +353,7 @@ def initialize_adapter(
     Raises:
         ValueError: as `adapter_specs`.
 
-    >>> from jaxrl_post.models import initialize
+    >>> from jaxrl_post.models import initialize, param_specs
     >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
     >>> params = initialize(jax.random.key(0), param_specs(config))
     >>> lora = LoRAConfig(rank=4, targets=("query", "value"))
