@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ _DTYPES = {
     "versions": np.dtype(np.int32),
     "sampled": np.dtype(np.bool_),
 }
+# Arrays that more dimensions follow.
+_WIDER = ("kept", "experts", "lead")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +45,16 @@ class Tokens:
         kept: int32 [tokens, most], ids of the tokens that top-k, top-p and min-p kept,
             padded with -1; none where nothing was cut or recorded.
         pictures: keeps the pictures of `ids` in memory, perhaps with others.
+        experts: int16 [tokens, layers, chosen], the experts that computed what a token
+            was sampled from: those of the token before it. -1 where they are not known;
+            [tokens, 0, 0] if none is.
+        lead: int16 [before, layers, chosen], the same of the tokens before this piece,
+            as the sampler saw them, up to its first token; [0, 0, 0] if not known. A
+            part from a later token on does not have it.
 
     Raises:
-        ValueError: the arrays are not 1-D (`kept` 2-D), or differ in length.
+        ValueError: the arrays are not 1-D (`kept` 2-D, `experts` 3-D), or differ in
+            length.
         PictureError: no picture in memory has a number of `ids`.
 
     >>> prompt = Tokens.context([5, 6])
@@ -61,6 +71,8 @@ class Tokens:
     sampled: np.ndarray
     kept: np.ndarray
     pictures: tuple[Picture, ...] = ()
+    experts: np.ndarray = field(default_factory=lambda: _no_experts(0))
+    lead: np.ndarray = field(default_factory=lambda: _no_experts(0))
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -69,16 +81,20 @@ class Tokens:
             if type(array) is not np.ndarray or array.dtype != dtype:
                 object.__setattr__(self, name, np.asarray(array, dtype))
         shape = self.ids.shape
+        if not self.experts.size:
+            object.__setattr__(self, "experts", _no_experts(len(self.ids)))
         arrays = [vars(self)[name] for name in _DTYPES]
         if (
             len(shape) != 1
             or any(array.shape != shape for array in arrays)
             or self.kept.shape[:-1] != shape
+            or self.experts.shape[:-2] != shape
         ):
-            shapes = {name: getattr(self, name).shape for name in (*_DTYPES, "kept")}
+            names = (*_DTYPES, "kept", "experts")
+            shapes = {name: getattr(self, name).shape for name in names}
             raise ValueError(
-                "Tokens: the arrays must be 1-D, kept 2-D, and of equal length; got "
-                f"{shapes}"
+                "Tokens: the arrays must be 1-D, kept 2-D, experts 3-D, and of equal "
+                f"length; got {shapes}"
             )
         object.__setattr__(self, "kept", _narrow(self.kept))
         if not self.pictures and len(self.ids) and self.ids.min() < 0:
@@ -105,6 +121,7 @@ class Tokens:
         version: int,
         log_masses: Sequence[float] | np.ndarray | None = None,
         kept: np.ndarray | None = None,
+        experts: np.ndarray | None = None,
     ) -> Tokens:
         """Tokens that one version of the policy sampled.
 
@@ -114,6 +131,7 @@ class Tokens:
             version: version of the parameters that sampled the tokens.
             log_masses: float32 [tokens]; None if no probability mass was cut off.
             kept: int32 [tokens, most]; None if no ids were recorded.
+            experts: int16 [tokens, layers, chosen]; None if not recorded.
         """
         size = len(ids)
         masses = np.zeros(size) if log_masses is None else log_masses
@@ -125,6 +143,9 @@ class Tokens:
             np.full(size, version, np.int32),
             np.ones(size, np.bool_),
             _no_ids(size) if kept is None else np.array(kept, np.int32),
+            experts=_no_experts(size)
+            if experts is None
+            else np.array(experts, np.int16),
         )
 
     @classmethod
@@ -142,7 +163,40 @@ class Tokens:
             ),
             kept=np.concatenate([part.padded_kept(most) for part in parts]),
             pictures=tuple(dict.fromkeys(each for p in parts for each in p.pictures)),
+            experts=_joined([part.experts for part in parts]),
+            lead=parts[0].lead,
         )
+
+    def with_experts(self, experts: np.ndarray) -> Tokens:
+        """The same tokens; int16 experts [tokens, layers, chosen] where not known.
+
+        Raises:
+            ValueError: the experts are those of another number of tokens.
+        """
+        if self.experts.size:
+            experts = np.where(self.experts >= 0, self.experts, experts)
+        return replace(self, experts=experts.astype(np.int16))
+
+    @property
+    def unsampled(self) -> Tokens:
+        """The same tokens as context."""
+        return Tokens.context(self.ids.tolist()).with_experts(self.experts)
+
+    def led_by(self, lead: np.ndarray | None) -> Tokens:
+        """The same tokens with another `lead`; None for none."""
+        return self if lead is None and not self.lead.size else replace(self, lead=lead)
+
+    def read_before(self, sampled: Tokens, between: int = 0) -> Tokens:
+        """The same context, with the experts that read it, if they are known.
+
+        Args:
+            sampled: what was sampled after it, with its `lead`.
+            between: number of tokens between both.
+        """
+        if not sampled.lead.size:
+            return self
+        end = len(sampled.lead) - between
+        return self.with_experts(sampled.lead[end - len(self) : end])
 
     def padded_kept(self, width: int) -> np.ndarray:
         """`kept` with `width` columns, int32 [tokens, width]; at least its own."""
@@ -168,30 +222,40 @@ class Tokens:
             vars(part)[name] = vars(self)[name][span]
         vars(part)["kept"] = _narrow(self.kept[span])
         vars(part)["pictures"] = self.pictures
+        vars(part)["experts"] = self.experts[span]
+        begins = span.indices(len(self.ids))[0] == 0
+        vars(part)["lead"] = self.lead if begins else self.lead[:0]
         return part
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokens):
             return NotImplemented
         # Compare bits, because a checkpoint must restore -0.0 and NaN exactly.
-        return self.kept.shape == other.kept.shape and all(
+        return all(
+            getattr(self, name).shape == getattr(other, name).shape for name in _WIDER
+        ) and all(
             getattr(self, name).tobytes() == getattr(other, name).tobytes()
-            for name in (*_DTYPES, "kept")
+            for name in (*_DTYPES, *_WIDER)
         )
 
     __hash__ = None  # type: ignore[assignment]
 
-    def to_json(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, Any]:
         """A JSON value from which `from_json` restores the tokens exactly."""
-        value: dict[str, list[Any]]
+        value: dict[str, Any]
         value = {name: getattr(self, name).tolist() for name in _DTYPES}
         value["kept"] = [[i for i in ids if i >= 0] for ids in self.kept.tolist()]
         if self.pictures:
             value["pictures"] = [to_json(each) for each in pictures_in(self.ids)]
+        for name in ("experts", "lead"):
+            if (array := getattr(self, name)).size:
+                # As text a token of a large model would take thousands of characters.
+                coded = base64.b64encode(array.astype("<i2").tobytes()).decode()
+                value[name] = [list(array.shape), coded]
         return value
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Sequence[Any]]) -> Tokens:
+    def from_json(cls, value: Mapping[str, Any]) -> Tokens:
         """Restores what `to_json` made."""
         # Checkpoints of earlier versions hold no ids.
         ragged = value.get("kept", [[]] * len(value["ids"]))
@@ -209,7 +273,28 @@ class Tokens:
             **arrays,
             kept=np.array(kept, np.int32).reshape(len(kept), most),
             pictures=tuple(pictures),
+            **{
+                name: np.frombuffer(base64.b64decode(coded), "<i2")
+                .astype(np.int16)
+                .reshape(shape)
+                for name in ("experts", "lead")
+                for shape, coded in [value.get(name, ([], ""))]
+                if shape
+            },
         )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins experts; -1 for those of a part that does not know its own."""
+    known = next((part.shape[1:] for part in parts if part.size), None)
+    if known is None:
+        return _no_experts(sum(map(len, parts)))
+    return np.concatenate(
+        [
+            part if part.size else np.full((len(part), *known), -1, np.int16)
+            for part in parts
+        ]
+    )
 
 
 def _narrow(kept: np.ndarray) -> np.ndarray:
@@ -222,6 +307,10 @@ def _narrow(kept: np.ndarray) -> np.ndarray:
 
 def _no_ids(size: int) -> np.ndarray:
     return np.zeros((size, 0), np.int32)
+
+
+def _no_experts(size: int) -> np.ndarray:
+    return np.zeros((size, 0, 0), np.int16)
 
 
 _NONE = Tokens(*(np.zeros(0, dtype) for dtype in _DTYPES.values()), kept=_no_ids(0))

@@ -507,6 +507,11 @@ def _check_turns(config: RLConfig) -> None:
             "--algorithm.turn-discount: with --algorithm.turn-credit outcome it "
             "changes nothing; drop the option, or choose turns"
         )
+    if rollout.router_replay and config.exact:
+        raise ConfigError(
+            "--rollout.router-replay: with --exact the trainer chooses the sampler's "
+            "experts by itself; drop one of them"
+        )
     if not rollout.recompute_cache and config.exact:
         raise ConfigError(
             "--rollout.no-recompute-cache: with --exact every log-prob comes from one "

@@ -105,6 +105,11 @@ class RolloutConfig:
             the trainer's parameters once per step; None for the trainer's own matrices.
             With an adapter this applies to its base. It changes what is sampled, as
             `cache_dtype` does.
+        router_replay: gives each token in training the experts that it had in the
+            sampler (arXiv:2510.11370); their weights come from the trainer's routers.
+            Rounding lets sampler and trainer choose different experts, and then their
+            log-probs differ by much. Costs the sampler two bytes for each expert of a
+            token in each layer, on the host.
         guesses: tokens that the sampler guesses for each sample in a forward pass, from
             what followed the same tokens earlier in the sample or its prompt, or by
             `draft`; 0 for none. Right guesses save passes; the samples do not change.
@@ -170,6 +175,7 @@ class RolloutConfig:
     cache_tokens: Annotated[int, NOT_NEGATIVE] = 0
     cache_dtype: CacheDtype | None = None
     weights: WeightsDtype | None = None
+    router_replay: bool = False
     guesses: Annotated[int, NOT_NEGATIVE] = 0
     guess_rows: Annotated[int, COUNT] = 32
     draft: str | None = None

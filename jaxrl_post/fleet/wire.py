@@ -37,8 +37,9 @@ __all__ = [
     "write_orders",
 ]
 
+_NO_EXPERTS = np.zeros((0, 0, 0), np.int16)
 _LENGTH = struct.Struct("!I")
-_DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32")}
+_DTYPES = {name: np.dtype(name) for name in ("int16", "int32", "int64", "float32")}
 # The one key of the object that stands for an array.
 _ARRAY = "@"
 # Tuples of more integers are arrays, such as prompts.
@@ -57,7 +58,7 @@ class MessageError(ValueError):
 
 
 def pack(value: Any) -> bytes:
-    """Writes a JSON value with NumPy arrays (int32, int64, float32) in it.
+    """Writes a JSON value with NumPy arrays (int16, int32, int64, float32) in it.
 
     Raises:
         TypeError: there is something else in it.
@@ -204,6 +205,7 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
                 each.start,
                 len(each.tokens),
                 each.tokens.versions[0] if len(each.tokens) else -1,
+                len(each.tokens.lead),
             )
             for each in progress
         ],
@@ -213,6 +215,7 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
         raise ValueError("news: the tokens of a sample must be of one version")
     asked = [at for at, each in enumerate(progress) if each.alternatives is not None]
     others = [each.alternatives for each in progress if each.alternatives is not None]
+    leads = [each.tokens.lead for each in progress if each.tokens.lead.size]
     # All bits, because -0.0 and NaN must come back.
     cut = whole.log_masses.view(np.int32).any()
     return {
@@ -221,6 +224,8 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
         "logprobs": whole.logprobs,
         "log_masses": whole.log_masses if cut else None,
         "kept": whole.kept if whole.kept.size else None,
+        "experts": whole.experts if whole.experts.size else None,
+        "lead": np.concatenate(leads) if leads else None,
         "asked": asked,
         "alternatives": sum(others[1:], others[0]) if others else None,
         "ended": [
@@ -232,13 +237,13 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
 
 
 def _progress(columns: Mapping[str, Any]) -> list[Progress]:
-    rows = _array(columns["rows"], np.int64, 5)
+    rows = _array(columns["rows"], np.int64, 6)
     whole = _tokens(columns, rows)
     ends = np.cumsum(rows[:, 3]).tolist()
     found = [
-        Progress(lease, index, start, whole[end - count : end])
-        for (lease, index, start, count, _), end in zip(
-            rows.tolist(), ends, strict=True
+        Progress(lease, index, start, whole[end - count : end].led_by(lead))
+        for (lease, index, start, count, *_), end, lead in zip(
+            rows.tolist(), ends, _leads(columns["lead"], rows[:, 5]), strict=True
         )
     ]
     ended = _read(tuple[tuple[int, str | None, str, bool], ...], columns["ended"])
@@ -265,6 +270,7 @@ def _tokens(columns: Mapping[str, Any], rows: np.ndarray) -> Tokens:
     """The tokens of all samples, one after the other."""
     ids, counts = _array(columns["ids"], np.int32), rows[:, 3]
     total, masses, kept = len(ids), columns["log_masses"], columns["kept"]
+    experts = columns["experts"]
     if ((counts < 0) | (counts > total)).any() or counts.sum() != total:
         raise ValueError(f"{total} tokens are there, others are counted")
     return Tokens(
@@ -274,13 +280,25 @@ def _tokens(columns: Mapping[str, Any], rows: np.ndarray) -> Tokens:
         np.repeat(rows[:, 4], counts).astype(np.int32),
         np.ones(total, np.bool_),
         np.zeros((total, 0), np.int32) if kept is None else _array(kept, np.int32, -1),
+        experts=_NO_EXPERTS if experts is None else _array(experts, np.int16, -2),
     )
 
 
+def _leads(value: Any, counts: np.ndarray) -> list[np.ndarray]:
+    """The experts before the tokens of each sample; empty arrays without any."""
+    whole = _NO_EXPERTS if value is None else _array(value, np.int16, -2)
+    if (counts < 0).any() or counts.sum() != len(whole):
+        raise ValueError(f"{len(whole)} rows of experts are there, others are counted")
+    return np.split(whole, np.cumsum(counts)[:-1])
+
+
 def _array(value: Any, dtype: Any, width: int = 0) -> np.ndarray:
-    """Checks an array's dtype and shape, [n] or [n, width]; -1 for any width."""
+    """Checks an array's dtype and shape, [n] or [n, width].
+
+    A negative width stands for as many dimensions of any width.
+    """
     shape = value.shape[1:] if isinstance(value, np.ndarray) and value.ndim else None
-    expected = (width,) if width else ()
+    expected = (width,) * max(1, -width) if width else ()
     if shape is None or value.dtype != dtype or len(shape) != len(expected):
         raise TypeError(f"an array of {np.dtype(dtype).name} is missing")
     if width > 0 and shape != expected:

@@ -33,9 +33,10 @@ def credited(
     def joined(*parts: np.ndarray) -> np.ndarray:
         return np.pad(np.concatenate(parts), ((0, empty), (0, 0)))
 
-    # Credit reads no kept ids, up to 128 a token, and no pictures: they stay on the
-    # host.
-    plain = [piece.replace(kept=None, pictures=None) for piece in pieces]
+    # Credit reads no kept ids, up to 128 a token, no experts and no pictures: they stay
+    # on the host.
+    kept = "kept", "experts", "pictures"
+    plain = [piece.replace(**dict.fromkeys(kept)) for piece in pieces]
     whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *plain)))
     mask, metrics = whole.loss_mask, {}
     if whole.values_before is not None:
@@ -54,7 +55,7 @@ def credited(
         whole = whole.replace(raw_advantages=None)
     spans = zip([0, *ends[:-1]], ends, pieces, strict=True)
     found = [
-        rows(whole, begin, end).replace(kept=piece.kept, pictures=piece.pictures)
+        rows(whole, begin, end).replace(**{name: getattr(piece, name) for name in kept})
         for begin, end, piece in spans
     ]
     return found, metrics

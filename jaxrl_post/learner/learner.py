@@ -336,6 +336,7 @@ def begin_training(
     temperature: float = 1.0,
     exact: bool = False,
     kernels: Implementation = "auto",
+    replay: bool = False,
 ) -> tuple[Learner, TrainState]:
     """Makes a learner for a model, and the state of step 0.
 
@@ -348,10 +349,16 @@ def begin_training(
         temperature: the sampling temperature, which divides the logits.
         exact: as `Policy.exact`.
         kernels: as `Policy.kernels`.
+        replay: as `Policy.replay`.
 
     Raises:
-        ConfigError: router losses are set for a model without experts.
+        ConfigError: the model has no experts, and options speak of them.
     """
+    if replay and model.config.experts is None:
+        raise ConfigError(
+            f"--rollout.router-replay: {model.config.model_type} has no experts; drop "
+            "the option"
+        )
     if model.config.experts is None and (update.router_balance or update.router_z):
         raise ConfigError(
             f"--update.router-*: {model.config.model_type} has no experts to balance; "
@@ -375,6 +382,7 @@ def begin_training(
         scan=update.scan_layers,
         exact=exact,
         kernels=kernels,
+        replay=replay,
     )
     predictor = None
     if model.adaptation is not None:

@@ -23,6 +23,7 @@ from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.models import (
     DecoderParams,
     ModelConfig,
+    Told,
     experts,
     forward,
     forward_with_routing,
@@ -99,6 +100,8 @@ class Policy:
         exact: whether log-probs get their values from `models.exact`, which the
             sampler gives to the last bit, and their gradient from `forward`.
         kernels: implementation of attention and of log-probs.
+        replay: whether each token gets the experts of `TokenBatch.experts`, as far as
+            they are known (Ma et al., arXiv:2510.11370).
     """
 
     config: ModelConfig
@@ -110,6 +113,7 @@ class Policy:
     scan: bool = False
     exact: bool = False
     kernels: Implementation = "auto"
+    replay: bool = False
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
         """Calls the function `predict`."""
@@ -310,15 +314,20 @@ def _routed_states(
 ) -> tuple[Array, Predictions]:
     """Returns hidden states of a model with experts, and its routers' losses."""
     inputs = _inputs(policy, params, batch, chunks)
+    replayed = None
+    if policy.replay and batch.experts is not None:
+        # A chunk's padding is told expert 0, and counts nowhere.
+        replayed = chunks.split(jnp.asarray(batch.experts))
     hidden, routing = forward_with_routing(
         params,
         policy.config,
         **inputs,
-        mask=inputs["ends"] > 0,
+        told=Told(inputs["ends"] > 0, replayed),
         **_how(policy, chunks),
     )
     assert policy.config.experts is not None
-    balance = experts.load_balance(routing, policy.config.experts.experts_per_token)
+    per_token = policy.config.experts.experts_per_token
+    balance = experts.load_balance(routing, per_token)
     z = experts.router_z(routing)
     shown = {
         "router/balance_loss": balance,
@@ -326,6 +335,8 @@ def _routed_states(
         "router/busiest_expert": experts.busiest(routing),
         "router/unused_experts": experts.unused(routing),
     }
+    if replayed is not None:
+        shown["router/changed_experts"] = experts.changed(routing, per_token)
     # The metrics are means over microbatches, weighted by their tokens.
     count = routing.tokens
     metrics = {name: Metric(value * count, count) for name, value in shown.items()}

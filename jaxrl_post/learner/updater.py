@@ -414,7 +414,7 @@ class Updater:
                 found["proximal_logprobs"] = predicted.logprobs
         if self.reference is not None and self.algorithm.needs_reference:
             # The reference did not sample, so it has its whole distribution.
-            whole = batch.replace(kept=None)  # type: ignore[attr-defined]
+            whole = batch.replace(kept=None, experts=None)  # type: ignore[attr-defined]
             found["reference_logprobs"] = self.reference.predict(whole).logprobs
         if self.critic is not None:
             whole = self.critic.model.whole(self.critic.state.params)

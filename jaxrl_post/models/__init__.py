@@ -22,12 +22,13 @@ from jaxrl_post.models.config import (
 )
 from jaxrl_post.models.decoder import (
     forward,
+    forward_with_experts,
     forward_with_routing,
     logits,
     unembedding,
     values,
 )
-from jaxrl_post.models.experts import Routing
+from jaxrl_post.models.experts import Routing, Told
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.recurrences import GatedDelta, Mamba2, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
@@ -51,9 +52,11 @@ __all__ = [
     "RopeScaling",
     "Routing",
     "ShortConvolution",
+    "Told",
     "abstract",
     "adapted",
     "forward",
+    "forward_with_experts",
     "forward_with_routing",
     "initialize",
     "initialize_adapter",

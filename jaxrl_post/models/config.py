@@ -495,6 +495,16 @@ class ModelConfig:
         """Mixture of experts of a layer, None for a layer without."""
         return self.experts if self.layer(layer).has("experts") else None
 
+    @property
+    def choice_shape(self) -> tuple[int, int]:
+        """Number of layers with experts, and of experts that each gives a token."""
+        if self.experts is None:
+            raise ValueError(
+                f"routing: {self.model_type} has no experts; use a model that has some"
+            )
+        found = map(self.layer_experts, range(self.num_layers))
+        return sum(map(bool, found)), self.experts.experts_per_token
+
     def heads(self, layer: int) -> HeadSpec:
         """The heads of a layer of grouped-query attention."""
         own = self.layer(layer).heads

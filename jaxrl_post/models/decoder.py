@@ -18,7 +18,7 @@ from jaxrl_post.models.attention import (
 )
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.experts import Routing, mixture, routing
+from jaxrl_post.models.experts import Routing, Told, mixture, routing
 from jaxrl_post.models.layers import (
     embed,
     mlp,
@@ -35,12 +35,13 @@ from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
 from jaxrl_post.models.vision.rows import PictureTokens
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
-from jaxrl_post.types import Array, Bool, Float, Int
+from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
     "Execution",
     "Remat",
     "forward",
+    "forward_with_experts",
     "forward_with_routing",
     "logits",
     "logits_of",
@@ -116,11 +117,51 @@ def forward(
             "forward: ends cannot be combined with kv_view; a view's row is one "
             "sequence already"
         )
-    sight = positions, ends, indices, None
+    place = _Place(positions, ends, indices)
     hidden, entries, _ = _run(
-        *(params, config, tokens, sight, kv_view, rules, execution)
+        *(params, config, tokens, place, kv_view, rules, execution)
     )
     return hidden if kv_view is None else (hidden, kv_view.with_layers(entries))
+
+
+def forward_with_experts(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    tokens: Int[Array, "batch length"] | PictureTokens,
+    *,
+    positions: Int[Array, "batch length"],
+    kv_view: KVView,
+    rules: Rules = DEFAULT_RULES,
+    execution: Execution = DEFAULT_EXECUTION,
+) -> tuple[
+    Float[Array, "batch length hidden"],
+    KVView,
+    Int[Array, "batch length layers chosen"],
+]:
+    """Runs `forward` with a cache; also returns the experts that the routers chose.
+
+    They are int16, in the order of the layers that have experts, as
+    `forward_with_routing` takes them.
+
+    Args:
+        params: parameters of a model with experts.
+        config: the model's config, static under jit.
+        tokens: as in `forward`.
+        positions: as in `forward`.
+        kv_view: as in `forward`.
+        rules: as in `forward`.
+        execution: as in `forward`.
+
+    Raises:
+        ValueError: the model has no experts.
+    """
+    place = _Place(positions, None, None, recorded=True)
+    hidden, entries, routed = _run(
+        *(params, config, tokens, place, kv_view, rules, execution)
+    )
+    chosen = jnp.stack([each for each in routed if each is not None], axis=1)
+    chosen = chosen.reshape(*hidden.shape[:2], *config.choice_shape)
+    return hidden, kv_view.with_layers(entries), chosen
 
 
 def forward_with_routing(
@@ -128,7 +169,7 @@ def forward_with_routing(
     config: ModelConfig,
     tokens: Int[Array, "batch length"] | PictureTokens,
     *,
-    mask: Bool[Array, "batch length"],
+    told: Told,
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
     indices: Int[Array, "batch length"] | None = None,
@@ -141,7 +182,7 @@ def forward_with_routing(
         params: parameters of a model with experts.
         config: the model's config, static under jit.
         tokens: as in `forward`.
-        mask: False for tokens that the statistics leave out, such as padding.
+        told: which tokens count, and perhaps the experts that they must have.
         positions: as in `forward`.
         ends: as in `forward`.
         indices: as in `forward`.
@@ -151,13 +192,21 @@ def forward_with_routing(
     Raises:
         ValueError: the model has no experts.
     """
-    if config.experts is None:
-        raise ValueError(f"routing: {config.model_type} has no experts; use forward")
-    sight = positions, ends, indices, mask
-    hidden, _, routed = _run(*(params, config, tokens, sight, None, rules, execution))
+    expected, experts = config.choice_shape, told.experts
+    if experts is not None and experts.shape[2:] != expected:
+        raise ValueError(
+            f"routing: {config.model_type} chooses experts [layers, chosen] "
+            f"{list(expected)} for a token; told.experts must be [batch, length, "
+            f"layers, chosen]; got {list(experts.shape)}"
+        )
+    place = _Place(positions, ends, indices, told.mask, told=experts)
+    hidden, _, routed = _run(*(params, config, tokens, place, None, rules, execution))
     found = [entry for entry in routed if entry is not None]
-    stacked = [jnp.stack(parts) for parts in zip(*found, strict=True)]
-    return hidden, Routing(*stacked, tokens=mask.sum(dtype=jnp.float32))
+    assigned, probability, squared, *changed = (
+        jnp.stack(parts) for parts in zip(*found, strict=True)
+    )
+    count = told.mask.sum(dtype=jnp.float32)
+    return hidden, Routing(assigned, probability, squared, count, *changed)
 
 
 def unembedding(params: DecoderParams[Array]) -> Float[Array, "vocab hidden"]:
@@ -228,10 +277,12 @@ type Entry = LayerCache | StateCache | KeysValues | None
 class _Place:
     """Inputs of a layer except its hidden states: positions, masks and its cache."""
 
-    positions: Array
+    # None: 0, 1, 2, ... along each row.
+    positions: Array | None
     ends: Array | None
     indices: Array | None
-    mask: Array | None
+    # Of the tokens that the routers' statistics count.
+    mask: Array | None = None
     # For a layer that reads another's keys, what that layer returned.
     entry: Entry = None
     # None without rotation.
@@ -242,23 +293,25 @@ class _Place:
     level: Array | None = None
     # None with a cache, or for a model without states.
     past: Past | None = None
+    # The experts to choose, [batch, length, layers with experts, chosen]; of a layer,
+    # [tokens, chosen].
+    told: Array | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
+    # Whether the layer returns the experts that it chose.
+    recorded: bool = struct.field(pytree_node=False, default=False)
 
 
 def _run(
     params: DecoderParams[Array],
     config: ModelConfig,
     tokens: Array | PictureTokens,
-    sight: tuple[Array | None, ...],
+    place: _Place,
     kv_view: KVView | None,
     rules: Rules,
     execution: Execution,
 ) -> tuple[Array, list[Any], list[Any]]:
-    """Returns hidden states and every layer's cache and routing (or None).
-
-    `sight` has positions, ends, indices and the mask of routing.
-    """
-    positions, ends, indices, mask = sight
+    """Returns hidden states and every layer's cache and routing (or None)."""
+    positions, ends, indices = place.positions, place.ends, place.indices
     pictures = rotations = None
     if isinstance(tokens, PictureTokens):
         pictures, tokens, rotations = tokens, tokens.tokens, tokens.rotations
@@ -278,14 +331,15 @@ def _run(
     if pictures is not None:
         hidden = pictures.embedded(hidden)
         levels[: pictures.num_levels] = pictures.levels(hidden.dtype)
-    place = _Place(
-        *(positions, ends, indices, mask), past=past, kernels=execution.kernels
-    )
     inputs = _inputs(params, config, tokens, hidden, rules)
     tables = layer_tables(config, positions, rotations=rotations)
+    told = _told(config, place.told)
+    place = dataclasses.replace(
+        place, positions=positions, past=past, kernels=execution.kernels
+    )
     places = [
-        dataclasses.replace(place, tables=table, inputs=each, level=level)
-        for table, each, level in zip(tables, inputs, levels, strict=True)
+        dataclasses.replace(place, tables=table, inputs=each, level=level, told=own)
+        for table, each, level, own in zip(tables, inputs, levels, told, strict=True)
     ]
     if execution.scan and kv_view is None:
         hidden, entries, routed = _scan(
@@ -312,6 +366,16 @@ def _inputs(
     rows = per_layer_rows(config, params.per_layer, tokens.reshape(-1), rules)
     inputs = per_layer_inputs(config, params.per_layer, embedded, rows)
     return [inputs[:, layer] for layer in range(config.num_layers)]
+
+
+def _told(config: ModelConfig, told: Array | None) -> Sequence[Array | None]:
+    """The experts that each layer must choose; None for a layer that is not told."""
+    found: list[Array | None] = [None] * config.num_layers
+    if told is not None:
+        layers = [i for i in range(config.num_layers) if config.layer_experts(i)]
+        for number, layer in enumerate(layers):
+            found[layer] = told[:, :, number].reshape(-1, told.shape[-1])
+    return found
 
 
 def _unrolled(
@@ -374,17 +438,19 @@ def _scan(
             lent: list = lent,
         ) -> tuple:
             found = []
-            for step, (layer, inputs), place, entry in zip(
+            for step, (layer, inputs, told), place, entry in zip(
                 steps, each, own, lent, strict=True
             ):
-                place = dataclasses.replace(place, inputs=inputs, entry=entry)
+                place = dataclasses.replace(
+                    place, inputs=inputs, told=told, entry=entry
+                )
                 hidden, entry, one = step(layer, hidden, place)
                 found.append((entry, one))
             return hidden, tuple(found)
 
         groups = [
             tuple(
-                (layers[index], places[index].inputs)
+                (layers[index], places[index].inputs, places[index].told)
                 for index in range(first + i * period, first + (i + 1) * period)
             )
             for i in range(repeats)
@@ -458,7 +524,7 @@ def _layer(
         branch, entry = _mixed(config, index, params, x, place, rules)
         hidden = add(hidden, branch, params.attention_post_norm)
     if spec.mlp is not None:
-        branch, routed = _mlp(config, index, params, hidden, place.mask, rules)
+        branch, routed = _mlp(config, index, params, hidden, place, rules)
         hidden = add(hidden, branch, params.mlp_post_norm)
     if params.per_layer is not None and place.inputs is not None:
         branch = per_layer_update(config, params.per_layer, hidden, place.inputs)
@@ -479,10 +545,10 @@ def _mlp(
     index: int,
     params: LayerParams[Array],
     hidden: Array,
-    mask: Array | None,
+    place: _Place,
     rules: Rules,
 ) -> tuple[Array, Any]:
-    """A dense MLP, experts, or the sum of both; and the statistics of the router."""
+    """A dense MLP, experts, or the sum of both; and what is kept of the router."""
     spec, experts = config.layer(index), config.layer_experts(index)
     x, total, routed = _normed(config, hidden, params.mlp_norm), None, None
     if (params.mlp is None) == spec.has("dense") or (
@@ -501,11 +567,15 @@ def _mlp(
             seen = unit_norm(config, hidden)
         if params.experts_norm is not None:
             x = norm(config, hidden, params.experts_norm)
-        branch, chosen = mixture(config, experts, params.experts, x, rules, seen)
+        branch, chosen = mixture(
+            config, experts, params.experts, x, rules, seen, place.told
+        )
         branch = _normed(config, branch, params.experts_post_norm)
         total = branch if total is None else total + branch
-        if mask is not None:
-            routed = routing(chosen, mask.reshape(-1))
+        if place.recorded:
+            routed = chosen.experts.astype(jnp.int16)
+        elif place.mask is not None:
+            routed = routing(chosen, place.mask.reshape(-1))
     assert total is not None
     return total, routed
 
@@ -520,6 +590,7 @@ def _mixed(
 ) -> tuple[Array, Entry]:
     """Attention or a recurrence; and what `_run` keeps of its keys or its state."""
     entry = place.entry
+    assert place.positions is not None
     if params.attention is None:
         assert not isinstance(entry, LayerCache | KeysValues)
         shape = place.positions.shape

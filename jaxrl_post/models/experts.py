@@ -31,7 +31,9 @@ from jaxrl_post.types import Array, Bool, Float, Int
 __all__ = [
     "Chosen",
     "Routing",
+    "Told",
     "busiest",
+    "changed",
     "load_balance",
     "mixture",
     "partial_mixture",
@@ -56,12 +58,29 @@ class Chosen(NamedTuple):
         weights: float32 [tokens, experts_per_token].
         logits: float32 [tokens, experts], logits of the router.
         scores: float32 [tokens, experts], without the selection's bias.
+        changed: float32 [tokens], how many experts the router itself would not have
+            chosen; None unless it was told what to choose.
     """
 
     experts: Int[Array, "tokens chosen"]
     weights: Float[Array, "tokens chosen"]
     logits: Float[Array, "tokens experts"]
     scores: Float[Array, "tokens experts"]
+    changed: Float[Array, " tokens"] | None = None
+
+
+@struct.dataclass
+class Told:
+    """What `forward_with_routing` tells the routers.
+
+    Attributes:
+        mask: False for tokens that the statistics leave out, such as padding.
+        experts: integers, the experts that each layer with experts must choose, in the
+            order of the layers; -1 lets the router choose. None: it always does.
+    """
+
+    mask: Bool[Array, "batch length"]
+    experts: Int[Array, "batch length layers chosen"] | None = None
 
 
 @struct.dataclass
@@ -75,18 +94,22 @@ class Routing:
         squared_logsumexp: float32 [layers], sum over the tokens of the router's squared
             log-sum-exp.
         tokens: float32 scalar, number of unmasked tokens.
+        changed: float32 [layers], sum over the tokens of the chosen experts that the
+            router itself would not have chosen; None unless it was told.
     """
 
     assigned: Float[Array, "layers experts"]
     probability: Float[Array, "layers experts"]
     squared_logsumexp: Float[Array, " layers"]
     tokens: Float[Array, ""]
+    changed: Float[Array, " layers"] | None = None
 
 
 def route(
     experts: MixtureOfExperts,
     params: ExpertsParams[Array],
     x: Float[Array, "tokens hidden"],
+    told: Int[Array, "tokens chosen"] | None = None,
 ) -> Chosen:
     """Chooses each token's experts and weights, in float32 for parameters of any dtype.
 
@@ -94,6 +117,8 @@ def route(
         experts: the layer's mixture.
         params: the layer's parameters.
         x: what the router reads, before its own scale.
+        told: integers, the experts to choose, -1 for the router's own choice. Their
+            weights are computed from the scores in any case, and have gradients.
 
     References:
         Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (groups,
@@ -116,13 +141,19 @@ def route(
     if experts.num_groups > 1:
         selection = _best_groups(experts, selection)
     _, chosen = jax.lax.top_k(selection, experts.experts_per_token)
+    changed = None
+    if told is not None:
+        told = told.astype(jnp.int32)
+        others = (told[:, :, None] != chosen[:, None]).all(axis=-1) & (told >= 0)
+        changed = others.sum(axis=-1, dtype=jnp.float32)
+        chosen = jnp.where(told >= 0, told, chosen)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalize:
         total = weights.sum(axis=-1, keepdims=True) + experts.normalize_epsilon
         weights = weights / total
     if params.expert_scale is not None:
         weights = weights * wide(params.expert_scale)[chosen]
-    return Chosen(chosen, weights * experts.scale, logits, scores)
+    return Chosen(chosen, weights * experts.scale, logits, scores, changed)
 
 
 def _best_groups(experts: MixtureOfExperts, selection: Array) -> Array:
@@ -140,16 +171,15 @@ def _best_groups(experts: MixtureOfExperts, selection: Array) -> Array:
     return grouped.reshape(tokens, -1)
 
 
-def routing(
-    chosen: Chosen, mask: Bool[Array, " tokens"]
-) -> tuple[Float[Array, " experts"], Float[Array, " experts"], Float[Array, ""]]:
-    """One layer's entries of `Routing`: assigned, probability, squared_logsumexp."""
+def routing(chosen: Chosen, mask: Bool[Array, " tokens"]) -> tuple[Array, ...]:
+    """One layer's entries of `Routing`, without `tokens`."""
     counts = mask.astype(jnp.float32)
     num_experts = chosen.scores.shape[-1]
     hits = jax.nn.one_hot(chosen.experts, num_experts, dtype=jnp.float32).sum(axis=1)
     share = chosen.scores / chosen.scores.sum(axis=-1, keepdims=True)
     logsumexp = jax.nn.logsumexp(chosen.logits, axis=-1)
-    return counts @ hits, counts @ share, counts @ jnp.square(logsumexp)
+    found = counts @ hits, counts @ share, counts @ jnp.square(logsumexp)
+    return found if chosen.changed is None else (*found, counts @ chosen.changed)
 
 
 def load_balance(routing: Routing, experts_per_token: int) -> Float[Array, ""]:
@@ -191,6 +221,13 @@ def busiest(routing: Routing) -> Float[Array, ""]:
     return (routing.assigned.max(axis=-1) / mean).mean()
 
 
+def changed(routing: Routing, experts_per_token: int) -> Float[Array, ""]:
+    """Share of the chosen experts that the routers would not have chosen."""
+    assert routing.changed is not None
+    tokens = jnp.maximum(routing.tokens, 1.0)
+    return routing.changed.mean() / (tokens * experts_per_token)
+
+
 def unused(routing: Routing) -> Float[Array, ""]:
     """Share of the experts without any token."""
     return (routing.assigned == 0).mean(dtype=jnp.float32)
@@ -203,6 +240,7 @@ def mixture(
     x: Float[Array, "tokens hidden"],
     rules: Rules,
     routed: Float[Array, "tokens hidden"] | None = None,
+    told: Int[Array, "tokens chosen"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Chosen]:
     """Computes a layer's weighted sum of experts, plus the shared MLP, if any.
 
@@ -213,11 +251,12 @@ def mixture(
         x: normalised hidden states.
         rules: mesh axes of tokens and experts, on the mesh of `jax.set_mesh`.
         routed: what the router reads; None for `x`.
+        told: the experts to choose, as in `route`.
 
     Returns:
         The update of the residual stream, and the chosen experts.
     """
-    chosen = route(experts, params, x if routed is None else routed)
+    chosen = route(experts, params, x if routed is None else routed, told)
     inner = x if params.narrow is None else project(x, params.narrow)
     mixed = _experts(config.activation, params, inner, chosen, rules)
     if params.widen is not None:

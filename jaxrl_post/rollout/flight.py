@@ -264,9 +264,9 @@ def transition(
         case Failed(error):
             flight = _ended(flight, "failed", error, turns=flight.episode.turns)
         case Interrupted(tokens):
-            flight = dataclasses.replace(flight, partial=flight.partial + tokens)
+            flight = _sampled(flight, tokens)
         case Generated():
-            flight = _generated(flight, event)
+            flight = _generated(_sampled(flight, event.tokens), event)
         case Answered():
             flight = _judged(flight, event, limits)
     return flight, effect_of(flight)
@@ -277,8 +277,17 @@ def has_turns_left(flight: Flight, step: Step, limits: EpisodeLimits) -> bool:
     return not step.done and len(flight.episode.turns) < limits.max_turns
 
 
+def _sampled(flight: Flight, tokens: Tokens) -> Flight:
+    """Adds tokens to the turn; what they tell of the context's experts goes there."""
+    return dataclasses.replace(
+        flight,
+        context=flight.context.read_before(tokens, len(flight.partial)),
+        partial=flight.partial + tokens.led_by(None),
+    )
+
+
 def _generated(flight: Flight, event: Generated) -> Flight:
-    sampled = flight.partial + event.tokens
+    sampled = flight.partial
     message = event.message or Message("assistant", event.text)
     answer = Answer(
         "assistant",

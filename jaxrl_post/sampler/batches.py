@@ -15,7 +15,7 @@ from jaxrl_post.sampler.pages import Shared, StateSlots
 from jaxrl_post.sampler.prefixes import Path, num_pages
 from jaxrl_post.sampler.sampling import SamplingArrays
 from jaxrl_post.sampler.scheduler import Burst, Chunk
-from jaxrl_post.sampler.scores import PromptScoring, Targets
+from jaxrl_post.sampler.scores import Targets
 from jaxrl_post.sampler.sizes import PAGE, EngineConfig, pages_for
 from jaxrl_post.sampler.snapshots import NO_STATE
 
@@ -27,17 +27,20 @@ def prefill_calls(
     sizes: EngineConfig,
     split: int,
     vision: VisionInputs | None = None,
-) -> Iterator[device.PrefillRows]:
-    """Makes the arguments of the calls of `decode.prefill` for some chunks.
+) -> Iterator[tuple[device.PrefillRows, list[tuple[int, Chunk]]]]:
+    """Makes the arguments of the calls of `decode.prefill_states` for some chunks.
 
     Args:
         chunks: chunks of `Scheduler.prefill`.
         sizes: the engine's sizes.
         split: parts of the mesh.
         vision: of a model that sees pictures.
+
+    Yields:
+        The rows, and the chunk of each row that has one.
     """
     for parts, count, length in _batched(chunks, sizes, split):
-        yield _prefill_rows(parts, count, length, sizes, vision)
+        yield _prefill_rows(parts, count, length, sizes, vision), _placed(parts, count)
 
 
 def scored_calls(
@@ -45,7 +48,7 @@ def scored_calls(
     sizes: EngineConfig,
     split: int,
     vision: VisionInputs | None = None,
-) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[PromptScoring, int, int]]]]:
+) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[int, Chunk]]]]:
     """Makes the arguments of calls that also score the tokens of their chunks.
 
     Args:
@@ -55,25 +58,31 @@ def scored_calls(
         vision: of a model that sees pictures.
 
     Yields:
-        The rows, what follows their tokens, and each prompt's scoring with the row of
-        its chunk and the number of tokens.
+        The rows, what follows their tokens, and the chunk of each row that has one.
     """
     for parts, count, length in _batched(chunks, sizes, split):
         tokens = np.zeros((split * count, length), np.int32)
         temperature = np.ones((split * count,), np.float32)
-        takers: list[tuple[PromptScoring, int, int]] = []
-        for part, found in enumerate(parts):
-            for row, chunk in enumerate(found, part * count):
-                scoring = chunk.segment.scoring
-                assert scoring is not None
-                whole = (*chunk.segment.tokens, *chunk.segment.following)
-                after = whole[chunk.first + 1 :][: chunk.size]
-                # A picture's token is nothing that could be sampled.
-                tokens[row, : len(after)] = np.maximum(after, 0)
-                temperature[row] = scoring.divisor
-                takers.append((scoring, row, chunk.size))
+        placed = _placed(parts, count)
+        for row, chunk in placed:
+            scoring = chunk.segment.scoring
+            assert scoring is not None
+            whole = (*chunk.segment.tokens, *chunk.segment.following)
+            after = whole[chunk.first + 1 :][: chunk.size]
+            # A picture's token is nothing that could be sampled.
+            tokens[row, : len(after)] = np.maximum(after, 0)
+            temperature[row] = scoring.divisor
         rows = _prefill_rows(parts, count, length, sizes, vision)
-        yield rows, Targets(tokens, temperature), takers
+        yield rows, Targets(tokens, temperature), placed
+
+
+def _placed(parts: list[list[Chunk]], count: int) -> list[tuple[int, Chunk]]:
+    """The chunks of a call, each with its row."""
+    return [
+        (row, chunk)
+        for part, found in enumerate(parts)
+        for row, chunk in enumerate(found, part * count)
+    ]
 
 
 def _batched(

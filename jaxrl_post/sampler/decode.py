@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
+from jaxrl_post.models import (
+    DecoderParams,
+    KVCache,
+    ModelConfig,
+    forward,
+    forward_with_experts,
+)
 from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
@@ -53,10 +59,11 @@ __all__ = [
     "Burst",
     "Emitted",
     "PrefillRows",
+    "Prefilled",
     "Progress",
     "Rows",
     "decode",
-    "prefill",
+    "prefill_exactly",
     "prefill_states",
 ]
 
@@ -148,7 +155,8 @@ class Rows:
 class Emitted:
     """The tokens that `decode` sampled, [steps, rows]; -1 where a row sampled none.
 
-    The other fields are as in `Sampled`.
+    The other fields are as in `Sampled`, but for `experts`, int16 [steps, rows, layers,
+    chosen]: those of the token that was fed for this one; None if not recorded.
     """
 
     tokens: Int[HostOrDevice, "steps rows"]
@@ -157,6 +165,7 @@ class Emitted:
     kept: Int[HostOrDevice, "steps rows kept"] | None
     alternatives: Int[HostOrDevice, "steps rows most"] | None
     alternatives_logprobs: Float[HostOrDevice, "steps rows most"] | None
+    experts: Int[HostOrDevice, "steps rows layers chosen"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +181,7 @@ class Burst:
         guesses: tokens that a pass guesses, from the rows' history or by the draft
             model.
         kernels: as in `models.forward`.
+        experts: whether the experts of every token are recorded.
     """
 
     steps: int
@@ -180,32 +190,22 @@ class Burst:
     exact: bool = False
     guesses: int = 0
     kernels: Implementation = "auto"
+    experts: bool = False
 
 
-def prefill(
-    params: DecoderParams[Array],
-    config: ModelConfig,
-    pages: Pages,
-    rows: PrefillRows,
-    rules: Rules,
-    *,
-    exact: bool = False,
-    kernels: Implementation = "auto",
-) -> Pages:
-    """Computes the keys and values of chunks and stores them in their pages.
+class Prefilled(NamedTuple):
+    """What `prefill_states` computes.
 
-    Args:
-        params: the trainer's arrays.
-        config: static.
-        pages: donated by the engine.
-        rows: the chunks.
-        rules: sharding of activations.
-        exact: static; whether the keys' bits depend on their paths alone.
-        kernels: static, as in `models.forward`.
+    Attributes:
+        pages: with the keys and values of the chunks.
+        hidden: final hidden states.
+        experts: int16, of every token, as `models.forward_with_experts` has them; None
+            if not recorded.
     """
-    if exact:
-        return _prefill_exactly(params, config, pages, rows, rules)
-    return prefill_states(params, config, pages, rows, rules, kernels=kernels)[0]
+
+    pages: Pages
+    hidden: Float[Array, "rows length hidden"]
+    experts: Int[Array, "rows length layers chosen"] | None
 
 
 def prefill_states(
@@ -216,8 +216,19 @@ def prefill_states(
     rules: Rules,
     *,
     kernels: Implementation = "auto",
-) -> tuple[Pages, Float[Array, "rows length hidden"]]:
-    """`prefill`, which is not exact; also returns the final hidden states."""
+    experts: bool = False,
+) -> Prefilled:
+    """Computes the keys and values of chunks and stores them in their pages.
+
+    Args:
+        params: the trainer's arrays.
+        config: static.
+        pages: donated by the engine.
+        rows: the chunks.
+        rules: sharding of activations.
+        kernels: static, as in `models.forward`.
+        experts: static; whether experts are recorded.
+    """
     count, length = rows.tokens.shape
     zeros = KVCache.zeros(config, count, length, pages.dtype)
     shared = None if rows.shared is None else read_shared(pages, rows.shared, rules)
@@ -230,21 +241,42 @@ def prefill_states(
         counts=jnp.asarray(rows.sizes),
     )
     positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
-    hidden, view = forward(
+    hidden, view, chosen = _fed(
         params,
         config,
         with_pictures(
             params, config, jnp.asarray(rows.tokens), rows.pictures, rules=rules
         ),
-        positions=positions,
-        kv_view=view,
-        rules=rules,
-        execution=Execution(kernels=kernels),
+        positions,
+        view,
+        rules,
+        kernels,
+        experts=experts,
     )
     first = jnp.zeros((count,), jnp.int32)
     places = rows.pages, first, length // PAGE, rules
     states = write_states(config, pages, view.states, rows.states, rules)
-    return write_pages(pages, view, *places).replace(states=states), hidden
+    pages = write_pages(pages, view, *places).replace(states=states)
+    return Prefilled(pages, hidden, chosen)
+
+
+def _fed(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    tokens: Array | PictureTokens,
+    positions: Array,
+    view: KVCache,
+    rules: Rules,
+    kernels: Implementation,
+    *,
+    experts: bool,
+) -> tuple[Array, Any, Array | None]:
+    """Feeds tokens: hidden states, the view with them, and experts if recorded."""
+    options: Any = {"positions": positions, "kv_view": view, "rules": rules}
+    options["execution"] = Execution(kernels=kernels)
+    if experts:
+        return forward_with_experts(params, config, tokens, **options)
+    return *forward(params, config, tokens, **options), None
 
 
 def decode(
@@ -300,7 +332,7 @@ def decode(
         )
 
     def skip(caches: tuple[Pages, Pages | None]) -> Any:
-        nothing = _nothing((burst.steps, count), drawing)
+        nothing = _nothing((burst.steps, count), config, burst)
         passes = jnp.zeros((count,), jnp.int32)
         return caches[0], nothing, passes, progress, caches[1]
 
@@ -350,12 +382,12 @@ def _burst(
     inside = jnp.arange(width, dtype=jnp.int32)
 
     def feed(fed: Array, at: Array, active: Array, entries: Any) -> Any:
-        """Hidden states [count * width, hidden] of fed tokens, and the new entries."""
+        """Hidden states [count * width, hidden] of fed tokens, new entries, experts."""
         keys, values, states = entries
         # A row that has stopped keeps its state.
         counts = active.astype(jnp.int32)
         cache = KVCache(keys, values, *fixed, states=states, counts=counts)
-        counted = jnp.broadcast_to(active[:, None], fed.shape)
+        counted, chosen = jnp.broadcast_to(active[:, None], fed.shape), None
         if exact:
             hidden, after = exact_forward(
                 params,
@@ -371,18 +403,13 @@ def _burst(
             if rows.shifts is not None:
                 turned = (at + rows.shifts[:, None])[..., None]
                 tokens = PictureTokens(fed, jnp.broadcast_to(turned, (*at.shape, 3)))
-            hidden, after = forward(
-                params,
-                config,
-                tokens,
-                positions=at,
-                kv_view=cache,
-                rules=rules,
-                execution=Execution(kernels=kernels),
+            hidden, after, chosen = _fed(
+                *(params, config, tokens, at, cache, rules, kernels),
+                experts=burst.experts,
             )
         assert after is not None
         entries = after.keys, after.values, after.states
-        return hidden.reshape(count * width, -1), entries
+        return hidden.reshape(count * width, -1), entries, chosen
 
     def noise(at: Array) -> Array:
         """A uniform number for each token after positions `at`, [count, width]."""
@@ -437,8 +464,9 @@ def _burst(
             guessed = look_up(state.history, state.positions + 1, guesses)
         if guesses:
             fed = jnp.concatenate([fed, jnp.maximum(guessed, 0)], axis=1)
-        hidden, entries = feed(fed, at, active, state.entries)
+        hidden, entries, chosen = feed(fed, at, active, state.entries)
         drawn = draw(hidden, uniforms, active)
+        drawn = dataclasses.replace(drawn, experts=chosen)
         stops = (drawn.tokens[:, :, None] == rows.stop_ids[:, None]).any(axis=2)
         # A token counts if the one before it does, did not end the sample, and was
         # guessed; the burst has no room for more than `burst.steps`.
@@ -493,7 +521,7 @@ def _burst(
         history=rows.history,
         entries=(view.keys, view.values, view.states),
         draft_view=draft_view,
-        emitted=_nothing((count, burst.steps), drawing),
+        emitted=_nothing((count, burst.steps), config, burst),
     )
     state = jax.lax.while_loop(going_on, body, state)
     keys, values, states = state.entries
@@ -549,9 +577,12 @@ class _State(NamedTuple):
     emitted: Emitted
 
 
-def _nothing(shape: tuple[int, int], drawing: Drawing) -> Emitted:
+def _nothing(shape: tuple[int, int], config: ModelConfig, burst: Burst) -> Emitted:
     """The result of a burst without tokens, in any order of dimensions."""
-    kept_ids, alternatives = drawing.kept_ids, drawing.alternatives
+    kept_ids, alternatives = burst.drawing.kept_ids, burst.drawing.alternatives
+    experts = None
+    if burst.experts:
+        experts = jnp.full((*shape, *config.choice_shape), -1, jnp.int16)
     return Emitted(
         jnp.full(shape, -1, jnp.int32),
         jnp.zeros(shape, jnp.float32),
@@ -559,6 +590,7 @@ def _nothing(shape: tuple[int, int], drawing: Drawing) -> Emitted:
         jnp.full((*shape, kept_ids), -1, jnp.int32) if kept_ids else None,
         jnp.zeros((*shape, alternatives), jnp.int32) if alternatives else None,
         jnp.zeros((*shape, alternatives), jnp.float32) if alternatives else None,
+        experts,
     )
 
 
@@ -571,13 +603,14 @@ def _put(whole: Array, new: Array, at: Array, accepted: Array) -> Array:
     )
 
 
-def _prefill_exactly(
+def prefill_exactly(
     params: DecoderParams[Array],
     config: ModelConfig,
     pages: Pages,
     rows: PrefillRows,
     rules: Rules,
 ) -> Pages:
+    """`prefill_states` with keys whose bits depend on their paths alone."""
     rows = jax.tree.map(jnp.asarray, rows)
     count, length = rows.tokens.shape
     none = jnp.zeros((count,), jnp.int32)

@@ -35,7 +35,7 @@ from jaxrl_post.sampler.requests import (
     Unfinished,
 )
 from jaxrl_post.sampler.samples import Sample
-from jaxrl_post.sampler.scheduler import Burst, Scheduler
+from jaxrl_post.sampler.scheduler import Burst, Chunk, Scheduler
 from jaxrl_post.sampler.sizes import EngineConfig
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, place
 from jaxrl_post.tokens import Tokens
@@ -143,7 +143,7 @@ class Engine:
         settings = jnp.dtype(dtype), mesh, rules
         drafting = None
         if draft is not None:
-            guessing = dataclasses.replace(sizes, exact=False)
+            guessing = dataclasses.replace(sizes, exact=False, experts=False)
             drafting = shared_functions(
                 draft.config, guessing, *settings, None, kernels
             )
@@ -316,7 +316,8 @@ class Engine:
                     emitted.logprobs[:count, row],
                     version=running.version,
                     log_masses=emitted.log_masses[:count, row],
-                    kept=None if emitted.kept is None else emitted.kept[:count, row],
+                    kept=_rows_of(emitted.kept, count, row),
+                    experts=_rows_of(emitted.experts, count, row),
                 )
                 others = None
                 if emitted.alternatives is not None:
@@ -381,15 +382,18 @@ class Engine:
         how = self.sizes, split, self.config.vision
         # They follow nothing, and others may follow them.
         scored = [chunk for chunk in chunks if chunk.segment.scoring is not None]
-        for rows, targets, takers in batches.scored_calls(scored, *how):
-            self._pages, scores = self._functions.score(
+        for rows, targets, placed in batches.scored_calls(scored, *how):
+            self._pages, experts, scores = self._functions.score(
                 params, self._pages, rows, targets
             )
-            for scoring, row, size in takers:
-                scoring.add(scores, row, size)
+            for row, chunk in placed:
+                assert chunk.segment.scoring is not None
+                chunk.segment.scoring.add(scores, row, chunk.size)
+            _record(experts, placed)
         chunks = [chunk for chunk in chunks if chunk.segment.scoring is None]
-        for rows in batches.prefill_calls(chunks, *how):
-            self._pages = self._functions.prefill(params, self._pages, rows)
+        for rows, placed in batches.prefill_calls(chunks, *how):
+            self._pages, experts = self._functions.prefill(params, self._pages, rows)
+            _record(experts, placed)
 
     def _decode(
         self,
@@ -441,8 +445,10 @@ class Engine:
         functions = self._functions.draft
         assert functions is not None
         chunks = self.scheduler.undrafted(burst)
-        for rows in batches.prefill_calls(chunks, self.sizes, functions.split):
-            self._draft_pages = functions.prefill(draft.params, self._draft_pages, rows)
+        for rows, _ in batches.prefill_calls(chunks, self.sizes, functions.split):
+            self._draft_pages, _ = functions.prefill(
+                draft.params, self._draft_pages, rows
+            )
 
     def _notice(self, params: DecoderParams[Array]) -> None:
         """Forgets what the cache holds unless these parameters computed it."""
@@ -520,6 +526,18 @@ class Engine:
         first = len(tokens) - new + 1
         end = first + bisect.bisect_left(range(first, len(tokens)), True, key=complete)
         return end - len(before)
+
+
+def _rows_of(array: Any, count: int, row: int) -> np.ndarray | None:
+    """The first tokens of a row, of an array [steps, rows, ...]."""
+    return None if array is None else array[:count, row]
+
+
+def _record(experts: Array | None, placed: Sequence[tuple[int, Chunk]]) -> None:
+    """Hands the experts of a prefill's rows to the segments of their chunks."""
+    if experts is not None:
+        for row, chunk in placed:
+            chunk.segment.experts.add_row(experts, row, chunk.size)
 
 
 def _share(draft: Draft, config: ModelConfig) -> float:

@@ -70,6 +70,11 @@ class DeviceFunctions:
                 f"{config.model_type} cannot be taken back where a guess was wrong; "
                 "take 0"
             )
+        if sizes.experts and (config.experts is None or sizes.exact):
+            why = f"{config.model_type} has none"
+            if sizes.exact:
+                why = "an exact trainer chooses the sampler's by itself"
+            raise ValueError(f"Engine: experts is true, and {why}; take false")
         if sizes.exact:
             heads = split_size("heads", self.mesh, self.rules) if self.mesh else 1
             check_exact(config, heads)
@@ -155,37 +160,35 @@ class DeviceFunctions:
 
     @cached_property
     def prefill(self) -> Any:
-        """Function of (params, pages, rows): the pages."""
+        """Function of (params, pages, rows): the pages, and experts or None."""
 
         def prefill(params, pages, rows):
             self.compilations["prefill"] += 1
-            return device.prefill(
-                params,
-                self.config,
-                pages,
-                rows,
-                self.rules,
-                exact=self.sizes.exact,
-                kernels=self.kernels,
-            )
-
-        return jax.jit(prefill, donate_argnums=1, out_shardings=self.pages_shardings)
-
-    @cached_property
-    def score(self) -> Any:
-        """Function of (params, pages, rows, targets): `prefill`'s pages, and scores."""
-
-        def score(params, pages, rows, targets):
-            self.compilations["score"] += 1
-            where = self.config, self.rules
-            pages, hidden = device.prefill_states(
-                params, self.config, pages, rows, self.rules, kernels=self.kernels
-            )
-            return pages, token_scores(params, *where, hidden, targets)
+            if self.sizes.exact:
+                return device.prefill_exactly(
+                    params, self.config, pages, rows, self.rules
+                ), None
+            done = self._prefilled(params, pages, rows)
+            return done.pages, done.experts
 
         out = None
         if self.mesh is not None:
             out = self.pages_shardings, self.replicated
+        return jax.jit(prefill, donate_argnums=1, out_shardings=out)
+
+    @cached_property
+    def score(self) -> Any:
+        """Function of (params, pages, rows, targets): as `prefill`, and scores."""
+
+        def score(params, pages, rows, targets):
+            self.compilations["score"] += 1
+            done = self._prefilled(params, pages, rows)
+            scores = token_scores(params, self.config, self.rules, done.hidden, targets)
+            return done.pages, done.experts, scores
+
+        out = None
+        if self.mesh is not None:
+            out = self.pages_shardings, self.replicated, self.replicated
         return jax.jit(score, donate_argnums=1, out_shardings=out)
 
     @cached_property
@@ -238,6 +241,18 @@ class DeviceFunctions:
             self.sizes.exact,
             guesses,
             self.kernels,
+            self.sizes.experts,
+        )
+
+    def _prefilled(self, params: Any, pages: Pages, rows: Any) -> device.Prefilled:
+        return device.prefill_states(
+            params,
+            self.config,
+            pages,
+            rows,
+            self.rules,
+            kernels=self.kernels,
+            experts=self.sizes.experts,
         )
 
     @cached_property

@@ -11,12 +11,15 @@ batch has pages and a tree of its own.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from jaxrl_post.sampler.scores import PromptScoring
 from jaxrl_post.sampler.sizes import PAGE, pages_for
 from jaxrl_post.sampler.snapshots import Snapshot, Snapshots
 
-__all__ = ["Path", "PrefixTree", "Segment", "num_pages"]
+__all__ = ["ExpertRecord", "Path", "PrefixTree", "Segment", "num_pages"]
 
 # Segments and the number of their first tokens that belong to the sequence.
 type Path = tuple[tuple[Segment, int], ...]
@@ -41,6 +44,7 @@ class Segment:
         snapshots: states after numbers of its tokens, of a model with states.
         state: the state with which its next token begins: a running sample's own, or
             the one before the next chunk; None for a state of zeros.
+        experts: of the computed tokens, in order, if they are recorded.
     """
 
     def __init__(
@@ -57,8 +61,45 @@ class Segment:
         self.following: tuple[int, ...] = ()
         self.snapshots: dict[int, Snapshot] = {}
         self.state: Snapshot | None = None
+        self.experts = ExpertRecord()
         self.children: list[Segment] = []
         self.used = 0
+
+
+class ExpertRecord:
+    """The experts of a segment's tokens; a prefill's are read when they are needed.
+
+    >>> record = ExpertRecord()
+    >>> record.add(np.array([[[3, 1]], [[2, 0]]], np.int16))
+    >>> record.first(1).tolist()
+    [[[3, 1]]]
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray | tuple[Any, int, int]] = []
+
+    def add(self, experts: np.ndarray) -> None:
+        """Adds int16 experts [tokens, layers, chosen]."""
+        self._parts.append(experts)
+
+    def add_row(self, experts: Any, row: int, size: int) -> None:
+        """Adds the first `size` tokens of a row, as `decode.Prefilled.experts`."""
+        self._parts.append((experts, row, size))
+
+    def first(self, count: int) -> np.ndarray:
+        """Waits for the device; int16 [at most count, layers, chosen]."""
+        found = [
+            part
+            if isinstance(part, np.ndarray)
+            else np.asarray(part[0])[part[1], : part[2]]
+            for part in self._parts
+        ]
+        if not found:
+            return np.zeros((0, 0, 0), np.int16)
+        # A copy, so that the rows of other samples are let go.
+        whole = np.concatenate(found)
+        self._parts = [whole]
+        return whole[:count]
 
 
 class PrefixTree:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jaxrl_post.sampler.limits import LimitedTokens
 from jaxrl_post.sampler.prefixes import Path, PrefixTree, Segment, num_pages
 from jaxrl_post.sampler.requests import Alternatives, Request, SampleId
@@ -337,8 +339,13 @@ class Scheduler:
         # The keys of all tokens except the last one were fed and are in the cache.
         # The first token that is fed after a start is the last one of the context.
         fed = [sample.last, *tokens.ids.tolist()[:-1]]
-        if sample.position == sample.own.start - 1:
-            fed = fed[1:]
+        # Its experts, and its keys, are those of the first time.
+        again = sample.position == sample.own.start - 1
+        if len(tokens) and tokens.experts.size:
+            if not len(sample.tokens):
+                tokens = tokens.led_by(_lead(sample, tokens.experts))
+            sample.own.experts.add(tokens.experts[again:])
+        fed = fed[again:]
         sample.tokens += tokens
         if sample.alternatives is not None and alternatives is not None:
             sample.alternatives += alternatives
@@ -539,6 +546,17 @@ class Scheduler:
         sample.own = tree.begin(path, (), own)
         if self._states:
             sample.own.state = tree.states.take()
+
+
+def _lead(sample: Sample, experts: np.ndarray) -> np.ndarray:
+    """The experts before the tokens of a sample's prompt, as `Tokens.lead`."""
+    found = np.full((len(sample.request.prompt), *experts.shape[1:]), -1, np.int16)
+    end = 1
+    for segment, count in sample.path:
+        known = segment.experts.first(count)[: len(found) - end]
+        found[end : end + len(known)] = known
+        end += count
+    return found
 
 
 def _own_slot(sample: Sample) -> int:

@@ -69,6 +69,8 @@ class EngineConfig:
             when the parameters change. False keeps the earlier ones.
         exact: whether log-probs equal `models.exact`, to the last bit. The cache
             must then have the parameters' dtype.
+        experts: whether the experts of every token are recorded (`Tokens.experts`), of
+            a model that has some and is not exact.
     """
 
     num_slots: int = 64
@@ -85,6 +87,7 @@ class EngineConfig:
     few_shapes: bool = False
     recompute_cache: bool = False
     exact: bool = False
+    experts: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -30,7 +30,6 @@ from jaxrl_post.serve.calls import Served
 from jaxrl_post.serve.episodes import Episodes
 from jaxrl_post.serve.recordings import KINDS, Recording
 from jaxrl_post.serve.threads import serving
-from jaxrl_post.tokens import Tokens
 
 __all__ = ["AgentServer", "Agents"]
 
@@ -265,7 +264,7 @@ def _episode(
             reason = "length" if cut else "stop"
             turns.append(
                 Turn(
-                    Tokens.context(context.ids.tolist()),
+                    context.unsampled,
                     sampled,
                     heard=decode(context.ids.tolist()),
                     text=decode(sampled.ids.tolist()),

@@ -281,8 +281,8 @@ class Recording:
         self.turns.append(
             ServedTurn(
                 begun.parent,
-                Tokens.context(begun.prompt[before:]),
-                tokens,
+                Tokens.context(begun.prompt[before:]).read_before(tokens),
+                tokens.led_by(None),
                 said,
                 begun.settings,
                 reason,

@@ -142,7 +142,7 @@ def _joined(
         turn = turns[number]
         sampled, mark = turn.sampled, number
         if number in trained:
-            sampled, mark = Tokens.context(sampled.ids.tolist()), -1
+            sampled, mark = sampled.unsampled, -1
         pieces += [turn.context, sampled]
         marks += [-1] * len(turn.context) + [mark] * len(sampled)
     return Branch(Tokens.concatenate(pieces), np.array(marks, np.int32))

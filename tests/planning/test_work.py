@@ -324,7 +324,7 @@ def test_xla_counts_a_decoding_step_alike(name):
 @pytest.mark.parametrize("name", ["dense", "latent"])
 def test_xla_counts_a_prefill_alike(name):
     made, (params, pages) = functions(CONFIGS[name])
-    (rows,) = batches.prefill_calls(waiting(made, 64, 64).prefill(), made.sizes, 1)
+    ((rows, _),) = batches.prefill_calls(waiting(made, 64, 64).prefill(), made.sizes, 1)
     assert rows.tokens.shape == (64, 64)
     found = xla_flops(made.prefill, params, pages, shapes_of(rows))
     expected = work(CONFIGS[name]).prefill(64, 64).flops

@@ -5,13 +5,12 @@ import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_post.data.packing.units import OPTIONAL, Sequence, Tree, Unit, num_tokens
 from jaxrl_post.pictures.positions import rotary_positions
-from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import Album, PackedPictures, TokenBatch
 
 __all__ = ["largest_row", "pack", "pack_microbatches"]
@@ -201,6 +200,10 @@ def pack(
         given["truncated"] = np.zeros((height, length), np.bool_)
     if kept_ids:
         given["kept"] = np.full((height, length, kept_ids), -1, np.int32)
+    recorded = [one.tokens.experts for one in members if one.tokens.experts.size]
+    if recorded:
+        shape = height, length, *recorded[0].shape[1:]
+        given["experts"] = np.full(shape, -1, np.int16)
     pictures = dict.fromkeys(each for one in members for each in one.tokens.pictures)
     if pictures:
         rotations = np.zeros((height, length, 3), np.int32)
@@ -209,7 +212,7 @@ def pack(
     for row, chosen in enumerate(rows):
         start = 0
         for part in chosen:
-            start = _fill(batch, row, parts[part], start, 0, 0)
+            start = _fill(batch, row, parts[part], start, _Before(0, 0, None))
     return batch
 
 
@@ -251,7 +254,7 @@ def _fitting(unit: Unit, room: int, name: str, length: int) -> list[Unit]:
     end = len(parts) - 1
     bins = _binned([num_tokens(part) for part in parts], inner)
     bins.sort(key=lambda chosen: end in chosen)
-    context = replace(unit.node, tokens=Tokens.context(unit.node.ids.tolist()))
+    context = replace(unit.node, tokens=unit.node.tokens.unsampled)
     return [
         Tree(
             unit.node if end in chosen else context,
@@ -291,17 +294,27 @@ def _empty(rows: int, length: int) -> TokenBatch:
     )
 
 
-def _fill(
-    batch: TokenBatch, row: int, unit: Unit, start: int, position: int, rotation: int
-) -> int:
-    """Writes a unit into a row, from index `start` on; returns the index after it.
+class _Before(NamedTuple):
+    """What comes before a unit on its path.
 
-    Its first token is at `position` of its path, and rotates by `rotation`.
+    Attributes:
+        position: number of tokens.
+        rotation: rotary position of the unit's first token.
+        last: the last token's place in its row; None without any.
     """
+
+    position: int
+    rotation: int
+    last: int | None
+
+
+def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, before: _Before) -> int:
+    """Writes a unit into a row, from index `start` on; returns the index after it."""
     if isinstance(unit, tuple):
         for member in unit:
-            start = _fill(batch, row, member, start, position, rotation)
+            start = _fill(batch, row, member, start, before)
         return start
+    position, rotation, last = before
     sequence = unit.node if isinstance(unit, Tree) else unit
     size = len(sequence.tokens)
     span = slice(start, start + size)
@@ -322,6 +335,12 @@ def _fill(
         log_masses = np.where(kept[:, 0] >= 0, sequence.tokens.log_masses, 0)
         batch.behavior_logprobs[row, span] -= log_masses
     batch.versions[row, span] = sequence.tokens.versions
+    if batch.experts is not None and sequence.tokens.experts.size:
+        # A token's record names the experts of the token before it.
+        first, *_ = own = sequence.tokens.experts
+        batch.experts[row, start : start + size - 1] = own[1:]
+        if last is not None and (first >= 0).all():
+            batch.experts[row, last] = first
     for name, field in OPTIONAL.items():
         if (array := getattr(sequence, name)) is not None:
             getattr(batch, field)[row, span] = array
@@ -329,6 +348,7 @@ def _fill(
         batch.truncated[row, start + size - 1] = bool(sequence.truncated)
     end = start + size
     for branch in unit.branches if isinstance(unit, Tree) else ():
-        end = _fill(batch, row, branch, end, position + size, rotation)
+        following = _Before(position + size, rotation, start + size - 1)
+        end = _fill(batch, row, branch, end, following)
     batch.ends[row, span] = end
     return end

@@ -89,6 +89,7 @@ def make_engine(
         kept_ids=kept_ids,
         recompute_cache=rollout.recompute_cache,
         exact=exact,
+        experts=rollout.router_replay,
     )
     return Engine(
         model.config,

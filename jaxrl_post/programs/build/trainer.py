@@ -80,6 +80,7 @@ def make_updater(
         config.optimizer,
         num_steps=policy_steps,
         exact=config.exact,
+        replay=config.rollout.router_replay,
     )
     reference, options = None, config.algorithm
     if algorithm.needs_reference or algorithm.divergence is not None:

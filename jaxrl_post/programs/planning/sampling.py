@@ -181,7 +181,7 @@ class SamplerPlan:
                 )
             )
         while scheduler.busy:
-            for rows in batches.prefill_calls(scheduler.prefill(), sizes, split):
+            for rows, _ in batches.prefill_calls(scheduler.prefill(), sizes, split):
                 _count(calls.prefill, rows)
             burst = scheduler.burst()
             if burst is None:

@@ -369,7 +369,7 @@ class JetStreamEngine:
         with self._own_mesh():
             pages = self._slots.empty_prefix()
             for rows in self._chunks(prompt.tolist()):
-                pages = self._functions.prefill(params, pages, rows)
+                pages, _ = self._functions.prefill(params, pages, rows)
         return Prefix(
             pages,
             np.asarray(prompt[-1], np.int32),
@@ -386,4 +386,5 @@ class JetStreamEngine:
         for first in range(0, len(prompt), longest):
             size = min(longest, len(prompt) - first)
             chunk = Chunk(0, segment, (), first, size, wave=0)
-            yield from batches.prefill_calls([chunk], self._functions.sizes, 1)
+            for rows, _ in batches.prefill_calls([chunk], self._functions.sizes, 1):
+                yield rows
