@@ -81,6 +81,7 @@ class Tokens:
             if type(array) is not np.ndarray or array.dtype != dtype:
                 object.__setattr__(self, name, np.asarray(array, dtype))
         shape = self.ids.shape
+        # Empty pieces are alike.
         if not self.experts.size:
             object.__setattr__(self, "experts", _no_experts(len(self.ids)))
         arrays = [vars(self)[name] for name in _DTYPES]
@@ -184,7 +185,9 @@ class Tokens:
 
     def led_by(self, lead: np.ndarray | None) -> Tokens:
         """The same tokens with another `lead`; None for none."""
-        return self if lead is None and not self.lead.size else replace(self, lead=lead)
+        if lead is None:
+            lead = _no_experts(0)
+        return replace(self, lead=lead) if lead.size or self.lead.size else self
 
     def read_before(self, sampled: Tokens, between: int = 0) -> Tokens:
         """The same context, with the experts that read it, if they are known.
@@ -222,9 +225,11 @@ class Tokens:
             vars(part)[name] = vars(self)[name][span]
         vars(part)["kept"] = _narrow(self.kept[span])
         vars(part)["pictures"] = self.pictures
-        vars(part)["experts"] = self.experts[span]
+        experts = self.experts[span]
+        # Empty pieces are alike.
+        vars(part)["experts"] = experts if experts.size else _no_experts(len(part.ids))
         begins = span.indices(len(self.ids))[0] == 0
-        vars(part)["lead"] = self.lead if begins else self.lead[:0]
+        vars(part)["lead"] = self.lead if begins and experts.size else _no_experts(0)
         return part
 
     def __eq__(self, other: object) -> bool:

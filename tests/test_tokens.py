@@ -79,6 +79,35 @@ def test_ids_that_were_kept_travel_along():
     assert Tokens.from_json(earlier) == without
 
 
+def test_experts_travel_along():
+    chosen = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    three = Tokens.generated([4, 5, 6], [-1.0] * 3, version=1, experts=chosen)
+    lead = np.full((5, 2, 2), 7, np.int16)
+    three = three.led_by(lead)
+    assert three[1:].experts.tolist() == chosen[1:].tolist()
+    # What comes before the piece comes not before a part of its end.
+    assert three[:2].lead.shape == lead.shape
+    assert not three[1:].lead.size
+    assert three[:1] + three[1:] == three
+    context = Tokens.context([8, 9]).read_before(three, between=2)
+    assert context.experts.tolist() == lead[1:3].tolist()
+    whole = Tokens.context([3]) + context + three.led_by(None)
+    assert whole.experts[0].tolist() == [[-1, -1], [-1, -1]]
+    assert whole.experts[1:].tolist() == [*lead[1:3].tolist(), *chosen.tolist()]
+    # What is known stays.
+    again = whole.with_experts(np.full((6, 2, 2), 5, np.int16))
+    assert again.experts[0].tolist() == [[5, 5], [5, 5]]
+    assert again[1:] == whole[1:]
+    assert not whole.unsampled.sampled.any()
+    assert whole.unsampled.experts.tolist() == whole.experts.tolist()
+    for tokens in (three, whole):
+        read = Tokens.from_json(json.loads(json.dumps(tokens.to_json())))
+        assert read == tokens
+        assert read.experts.dtype == np.int16
+    assert three != Tokens.generated([4, 5, 6], [-1.0] * 3, version=1)
+    assert three != three.led_by(None)
+
+
 def test_arrays_of_other_lengths_or_ranks_are_refused():
     with pytest.raises(
         ValueError, match=r"Tokens: the arrays must be 1-D, .* of equal length"

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -205,7 +205,6 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
                 each.start,
                 len(each.tokens),
                 each.tokens.versions[0] if len(each.tokens) else -1,
-                len(each.tokens.lead),
             )
             for each in progress
         ],
@@ -215,7 +214,8 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
         raise ValueError("news: the tokens of a sample must be of one version")
     asked = [at for at, each in enumerate(progress) if each.alternatives is not None]
     others = [each.alternatives for each in progress if each.alternatives is not None]
-    leads = [each.tokens.lead for each in progress if each.tokens.lead.size]
+    led = [at for at, each in enumerate(progress) if each.tokens.lead.size]
+    leads = [progress[at].tokens.lead for at in led]
     # All bits, because -0.0 and NaN must come back.
     cut = whole.log_masses.view(np.int32).any()
     return {
@@ -225,6 +225,7 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
         "log_masses": whole.log_masses if cut else None,
         "kept": whole.kept if whole.kept.size else None,
         "experts": whole.experts if whole.experts.size else None,
+        "led": [(at, len(lead)) for at, lead in zip(led, leads, strict=True)],
         "lead": np.concatenate(leads) if leads else None,
         "asked": asked,
         "alternatives": sum(others[1:], others[0]) if others else None,
@@ -237,15 +238,17 @@ def _columns(progress: Sequence[Progress]) -> dict[str, Any]:
 
 
 def _progress(columns: Mapping[str, Any]) -> list[Progress]:
-    rows = _array(columns["rows"], np.int64, 6)
+    rows = _array(columns["rows"], np.int64, 5)
     whole = _tokens(columns, rows)
     ends = np.cumsum(rows[:, 3]).tolist()
     found = [
-        Progress(lease, index, start, whole[end - count : end].led_by(lead))
-        for (lease, index, start, count, *_), end, lead in zip(
-            rows.tolist(), ends, _leads(columns["lead"], rows[:, 5]), strict=True
+        Progress(lease, index, start, whole[end - count : end])
+        for (lease, index, start, count, _), end in zip(
+            rows.tolist(), ends, strict=True
         )
     ]
+    for at, lead in _leads(columns):
+        found[at] = found[at]._replace(tokens=found[at].tokens.led_by(lead))
     ended = _read(tuple[tuple[int, str | None, str, bool], ...], columns["ended"])
     for at, reason, error, refused in ended:
         if reason not in (None, *get_args(FinishReason)) or not 0 <= at < len(found):
@@ -284,12 +287,16 @@ def _tokens(columns: Mapping[str, Any], rows: np.ndarray) -> Tokens:
     )
 
 
-def _leads(value: Any, counts: np.ndarray) -> list[np.ndarray]:
-    """The experts before the tokens of each sample; empty arrays without any."""
-    whole = _NO_EXPERTS if value is None else _array(value, np.int16, -2)
-    if (counts < 0).any() or counts.sum() != len(whole):
+def _leads(columns: Mapping[str, Any]) -> Iterator[tuple[int, np.ndarray]]:
+    """The samples whose `Tokens.lead` is there, each with it."""
+    led = _read(tuple[tuple[int, int], ...], columns["led"])
+    whole = _array(columns["lead"], np.int16, -2) if led else _NO_EXPERTS
+    if sum(count for _, count in led) != len(whole) or any(min(e) < 0 for e in led):
         raise ValueError(f"{len(whole)} rows of experts are there, others are counted")
-    return np.split(whole, np.cumsum(counts)[:-1])
+    end = 0
+    for at, count in led:
+        end += count
+        yield at, whole[end - count : end]
 
 
 def _array(value: Any, dtype: Any, width: int = 0) -> np.ndarray:

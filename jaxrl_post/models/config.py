@@ -499,9 +499,7 @@ class ModelConfig:
     def choice_shape(self) -> tuple[int, int]:
         """Number of layers with experts, and of experts that each gives a token."""
         if self.experts is None:
-            raise ValueError(
-                f"routing: {self.model_type} has no experts; use a model that has some"
-            )
+            raise ValueError(f"routing: {self.model_type} has no experts; use forward")
         found = map(self.layer_experts, range(self.num_layers))
         return sum(map(bool, found)), self.experts.experts_per_token
 

@@ -58,7 +58,7 @@ def bits(value: Any) -> Any:
 
 def some_news(draw: random.Random) -> News:
     """News of up to nine samples."""
-    progress = []
+    progress, recorded = [], draw.random() < 0.5
     for _ in range(draw.randrange(10)):
         count, most = draw.choice((0, 1, 2, 8)), draw.choice((0, 0, 1, 4))
         kept = np.array([[draw.randrange(99) for _ in range(most)]] * count, np.int32)
@@ -70,7 +70,12 @@ def some_news(draw: random.Random) -> News:
             version=draw.randrange(2**31),
             log_masses=[draw.choice(ODD[: draw.choice((1, 8))]) for _ in range(count)],
             kept=kept,
+            experts=np.full((count, 3, 2), draw.randrange(9)) if recorded else None,
         )
+        if recorded and count:
+            lead = np.arange(6 * draw.randrange(4), dtype=np.int16)
+            if lead.size:
+                tokens = tokens.led_by(lead.reshape(-1, 3, 2))
         others = None
         if draw.random() < 0.3:
             ids = np.arange(count * MOST_ALTERNATIVES, dtype=np.int32)

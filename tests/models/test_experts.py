@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from jaxrl_post.models import (
+    KVCache,
     LayerSpec,
     MixtureOfExperts,
     ModelConfig,
+    Told,
     forward,
+    forward_with_experts,
     forward_with_routing,
     initialize,
     param_specs,
 )
+from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.experts import mixture, route
 from jaxrl_post.models.params import ExpertsParams
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh, named_shardings
@@ -264,7 +268,9 @@ def test_routing_counts_the_tokens_that_the_mask_marks():
     config = config_of(SHARED)
     params = params_of(config)
     mask = jnp.asarray(np.random.default_rng(2).random(TOKENS.shape) < 0.6)
-    hidden, found = forward_with_routing(params, config, jnp.asarray(TOKENS), mask=mask)
+    hidden, found = forward_with_routing(
+        params, config, jnp.asarray(TOKENS), told=Told(mask)
+    )
     np.testing.assert_array_equal(hidden, forward(params, config, jnp.asarray(TOKENS)))
     # One layer of the two has experts.
     assert found.assigned.shape == found.probability.shape == (1, 8)
@@ -273,7 +279,7 @@ def test_routing_counts_the_tokens_that_the_mask_marks():
     np.testing.assert_allclose(found.assigned.sum(), 2 * count)
     np.testing.assert_allclose(found.probability.sum(), count, rtol=1e-5)
     nothing = forward_with_routing(
-        params, config, jnp.asarray(TOKENS), mask=jnp.zeros_like(mask)
+        params, config, jnp.asarray(TOKENS), told=Told(jnp.zeros_like(mask))
     )[1]
     assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(nothing))
 
@@ -282,8 +288,97 @@ def test_routing_of_a_dense_model_is_refused():
     config = config_of(None)
     with pytest.raises(ValueError, match="qwen3_moe has no experts; use forward"):
         forward_with_routing(
-            params_of(config), config, jnp.asarray(TOKENS), mask=jnp.asarray(TOKENS > 0)
+            params_of(config),
+            config,
+            jnp.asarray(TOKENS),
+            told=Told(jnp.asarray(TOKENS > 0)),
         )
+
+
+def chosen_of(config, params, tokens):
+    """The experts of every token, as a cache's pass has them."""
+    tokens = jnp.asarray(tokens)
+    cache = KVCache.zeros(config, *tokens.shape, jnp.float32)
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    *_, chosen = forward_with_experts(
+        params,
+        config,
+        tokens,
+        positions=jnp.broadcast_to(places, tokens.shape),
+        kv_view=cache,
+    )
+    return chosen
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, SHARED, BIASED, GATED], ids=str)
+def test_told_its_own_choice_a_model_computes_the_same(experts):
+    config = config_of(experts)
+    params, tokens = params_of(config), jnp.asarray(TOKENS)
+    chosen = chosen_of(config, params, tokens)
+    layers = 1 if experts is SHARED else 2
+    assert chosen.dtype == jnp.int16
+    assert chosen.shape == (*TOKENS.shape, layers, 2)
+    told = Told(jnp.ones(TOKENS.shape, jnp.bool_), chosen)
+    hidden, found = forward_with_routing(params, config, tokens, told=told)
+    np.testing.assert_allclose(hidden, forward(params, config, tokens), atol=1e-5)
+    assert float(jnp.abs(found.changed).max()) == 0
+
+
+@pytest.mark.parametrize("execution", [Execution(), Execution(scan=True, remat="full")])
+def test_told_other_experts_it_takes_them_with_the_routers_weights(execution):
+    """A router that is made to choose other experts gives the same, with its scores."""
+    config = config_of(dataclasses.replace(EXPERTS, correction_bias=True))
+    params, tokens = params_of(config), jnp.asarray(TOKENS)
+    rng = np.random.default_rng(3)
+
+    def biased(layer):
+        # The bias chooses and is no part of the weights.
+        bias = jnp.asarray(rng.normal(0, 3, 8), jnp.float32)
+        return layer.replace(experts=layer.experts.replace(correction_bias=bias))
+
+    other = params.replace(layers=tuple(map(biased, params.layers)))
+    chosen = chosen_of(config, other, tokens)
+    assert (chosen != chosen_of(config, params, tokens)).mean() > 0.3
+    mask = jnp.ones(TOKENS.shape, jnp.bool_)
+
+    def scored(params, experts):
+        hidden, found = forward_with_routing(
+            params, config, tokens, told=Told(mask, experts), execution=execution
+        )
+        return jnp.sin(hidden).sum(), (hidden, found)
+
+    grad = jax.grad(scored, has_aux=True)
+    expected, (hidden, _) = grad(other, None)
+    told, (again, found) = grad(params, chosen)
+    np.testing.assert_allclose(again, hidden, atol=1e-5)
+    for one, two in zip(jax.tree.leaves(told), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-4)
+    assert float(jnp.abs(told.layers[0].experts.router).max()) > 1e-3
+    own = np.sort(chosen_of(config, params, tokens), axis=-1)
+    given = np.sort(chosen, axis=-1)
+    # The first layer reads the same; the second reads what told experts gave it.
+    first = (each[:, :, 0].reshape(-1, 2) for each in (given, own))
+    new = [{*one} - {*other} for one, other in zip(*first, strict=True)]
+    assert float(found.changed[0]) == sum(map(len, new))
+
+
+def test_what_is_not_told_the_router_chooses():
+    config = config_of(EXPERTS)
+    params, tokens = params_of(config), jnp.asarray(TOKENS)
+    mask = jnp.ones(TOKENS.shape, jnp.bool_)
+    unknown = jnp.full((*TOKENS.shape, 2, 2), -1, jnp.int16)
+    hidden, found = forward_with_routing(
+        params, config, tokens, told=Told(mask, unknown)
+    )
+    np.testing.assert_array_equal(hidden, forward(params, config, tokens))
+    assert float(jnp.abs(found.changed).max()) == 0
+
+
+def test_experts_of_another_shape_are_refused():
+    config = config_of(SHARED)
+    told = Told(jnp.asarray(TOKENS > 0), jnp.zeros((*TOKENS.shape, 2, 2), jnp.int16))
+    with pytest.raises(ValueError, match=r"\[1, 2\] for a token; .* got \[.*, 2, 2\]"):
+        forward_with_routing(params_of(config), config, jnp.asarray(TOKENS), told=told)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxrl_post.envs import Answer, Message, Step, Task, ToolCall
 from jaxrl_post.rollout import flight as flights
 from jaxrl_post.rollout.flight import ChangedTaskError, EpisodeLimits, Flight
+from jaxrl_post.tokens import Tokens
 from tests.rollout.scripts import sampled
 
 TASK = Task(3, (Message("system", "be brief"), Message("user", "hi")), "")
@@ -38,6 +39,35 @@ def play(*events: flights.Event, limits: EpisodeLimits = LONG):
         flight, effect = flights.transition(flight, event, limits)
         effects.append(effect)
     return flight, effects
+
+
+def test_every_token_of_two_turns_keeps_the_experts_that_read_it():
+    """The sampler tells of the whole prompt, and again of one that it continues."""
+
+    def told(ids: tuple[int, ...], before: int, mark: int) -> Tokens:
+        # Place p of the sequence has the experts [p, mark].
+        rows = [[[place, mark]] for place in range(before + len(ids))]
+        rows = np.array(rows, np.int16)
+        rows[0] = -1
+        made = Tokens.generated(ids, [-1.0] * len(ids), version=4,
+                                experts=rows[before:])  # fmt: skip
+        return made.led_by(rows[:before])
+
+    flight, _ = play(
+        flights.Interrupted(told((4,), 3, 0)),
+        flights.Generated(told((5,), 4, 1), "said", "stop"),
+        judged(0.25, 8, 9),
+    )
+    flight = Flight.from_json(json.loads(json.dumps(flight.to_json())), TASK)
+    last = flights.Generated(told((6, 7), 7, 2), "said", "length")
+    flight, _ = flights.transition(flight, last, LONG)
+    tokens = flight.episode.tokens
+    assert tokens.ids.tolist() == [1, 2, 3, 4, 5, 8, 9, 6, 7]
+    assert tokens.experts[1:, 0, 0].tolist() == list(range(1, 9))
+    assert tokens.experts[0].tolist() == [[-1, -1]]
+    assert tokens.experts[1:, 0, 1].tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    # What led to a turn stands in its context, once.
+    assert all(not len(turn.sampled.lead) for turn in flight.episode.turns)
 
 
 def test_two_turns_token_by_token():
