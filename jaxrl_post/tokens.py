@@ -45,9 +45,9 @@ class Tokens:
         kept: int32 [tokens, most], ids of the tokens that top-k, top-p and min-p kept,
             padded with -1; none where nothing was cut or recorded.
         pictures: keeps the pictures of `ids` in memory, perhaps with others.
-        experts: int16 [tokens, layers, chosen], the experts that computed what a token
-            was sampled from: those of the token before it. -1 where they are not known;
-            [tokens, 0, 0] if none is.
+        experts: int16 [tokens, layers, chosen], the experts of the token before each
+            token, which computed the distribution from which it was sampled. -1 where
+            they are not known; [tokens, 0, 0] if none is.
         lead: int16 [before, layers, chosen], the same of the tokens before this piece,
             as the sampler saw them, up to its first token; [0, 0, 0] if not known. A
             part from a later token on does not have it.
@@ -172,7 +172,7 @@ class Tokens:
         """The same tokens; int16 experts [tokens, layers, chosen] where not known.
 
         Raises:
-            ValueError: the experts are those of another number of tokens.
+            ValueError: the number of tokens differs.
         """
         if self.experts.size:
             experts = np.where(self.experts >= 0, self.experts, experts)
@@ -290,7 +290,7 @@ class Tokens:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins experts; -1 for those of a part that does not know its own."""
+    """Joins experts; a part that does not know its own gets -1."""
     known = next((part.shape[1:] for part in parts if part.size), None)
     if known is None:
         return _no_experts(sum(map(len, parts)))

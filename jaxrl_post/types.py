@@ -184,9 +184,9 @@ class TokenBatch:
         kept: int32 [rows, length, most] or None: ids of the tokens among which a token
             was drawn, itself one of them, padded with -1; the policy's log-prob is that
             among them. Without ids, or with None, it is that among all tokens.
-        experts: int16 [rows, length, layers, chosen] or None: the experts that the
-            sampler gave the token, as `models.experts.Told` has them; -1 where they are
-            not known.
+        experts: int16 [rows, length, layers, chosen] or None: the experts of the token
+            in the sampler, as `models.RouterInputs` has them; -1 where they are not
+            known.
     """
 
     tokens: Int[HostOrDevice, "rows length"]

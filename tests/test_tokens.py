@@ -85,7 +85,7 @@ def test_experts_travel_along():
     lead = np.full((5, 2, 2), 7, np.int16)
     three = three.led_by(lead)
     assert three[1:].experts.tolist() == chosen[1:].tolist()
-    # What comes before the piece comes not before a part of its end.
+    # A part without the first token has no lead.
     assert three[:2].lead.shape == lead.shape
     assert not three[1:].lead.size
     assert three[:1] + three[1:] == three
@@ -94,7 +94,7 @@ def test_experts_travel_along():
     whole = Tokens.context([3]) + context + three.led_by(None)
     assert whole.experts[0].tolist() == [[-1, -1], [-1, -1]]
     assert whole.experts[1:].tolist() == [*lead[1:3].tolist(), *chosen.tolist()]
-    # What is known stays.
+    # Known experts stay.
     again = whole.with_experts(np.full((6, 2, 2), 5, np.int16))
     assert again.experts[0].tolist() == [[5, 5], [5, 5]]
     assert again[1:] == whole[1:]

@@ -23,7 +23,7 @@ from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.models import (
     DecoderParams,
     ModelConfig,
-    Told,
+    RouterInputs,
     experts,
     forward,
     forward_with_routing,
@@ -322,7 +322,7 @@ def _routed_states(
         params,
         policy.config,
         **inputs,
-        told=Told(inputs["ends"] > 0, replayed),
+        told=RouterInputs(inputs["ends"] > 0, replayed),
         **_how(policy, chunks),
     )
     assert policy.config.experts is not None

@@ -28,7 +28,7 @@ from jaxrl_post.models.decoder import (
     unembedding,
     values,
 )
-from jaxrl_post.models.experts import Routing, Told
+from jaxrl_post.models.experts import RouterInputs, Routing
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.recurrences import GatedDelta, Mamba2, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize
@@ -50,9 +50,9 @@ __all__ = [
     "PerLayerEmbedding",
     "QueryScaling",
     "RopeScaling",
+    "RouterInputs",
     "Routing",
     "ShortConvolution",
-    "Told",
     "abstract",
     "adapted",
     "forward",

@@ -18,7 +18,7 @@ from jaxrl_post.models.attention import (
 )
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.experts import Routing, Told, mixture, routing
+from jaxrl_post.models.experts import RouterInputs, Routing, mixture, routing
 from jaxrl_post.models.layers import (
     embed,
     mlp,
@@ -169,7 +169,7 @@ def forward_with_routing(
     config: ModelConfig,
     tokens: Int[Array, "batch length"] | PictureTokens,
     *,
-    told: Told,
+    told: RouterInputs,
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
     indices: Int[Array, "batch length"] | None = None,
@@ -281,7 +281,7 @@ class _Place:
     positions: Array | None
     ends: Array | None
     indices: Array | None
-    # Of the tokens that the routers' statistics count.
+    # True for tokens that the routers' statistics count.
     mask: Array | None = None
     # For a layer that reads another's keys, what that layer returned.
     entry: Entry = None

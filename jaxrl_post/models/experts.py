@@ -30,8 +30,8 @@ from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
     "Chosen",
+    "RouterInputs",
     "Routing",
-    "Told",
     "busiest",
     "changed",
     "load_balance",
@@ -70,8 +70,8 @@ class Chosen(NamedTuple):
 
 
 @struct.dataclass
-class Told:
-    """What `forward_with_routing` tells the routers.
+class RouterInputs:
+    """Instructions to the routers in `forward_with_routing`.
 
     Attributes:
         mask: False for tokens that the statistics leave out, such as padding.

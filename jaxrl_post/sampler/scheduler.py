@@ -339,7 +339,7 @@ class Scheduler:
         # The keys of all tokens except the last one were fed and are in the cache.
         # The first token that is fed after a start is the last one of the context.
         fed = [sample.last, *tokens.ids.tolist()[:-1]]
-        # Its experts, and its keys, are those of the first time.
+        # It keeps the keys and the experts of the first time.
         again = sample.position == sample.own.start - 1
         if len(tokens) and tokens.experts.size:
             if not len(sample.tokens):

@@ -12,7 +12,7 @@ from jaxrl_post.models import (
     LayerSpec,
     MixtureOfExperts,
     ModelConfig,
-    Told,
+    RouterInputs,
     forward,
     forward_with_experts,
     forward_with_routing,
@@ -269,7 +269,7 @@ def test_routing_counts_the_tokens_that_the_mask_marks():
     params = params_of(config)
     mask = jnp.asarray(np.random.default_rng(2).random(TOKENS.shape) < 0.6)
     hidden, found = forward_with_routing(
-        params, config, jnp.asarray(TOKENS), told=Told(mask)
+        params, config, jnp.asarray(TOKENS), told=RouterInputs(mask)
     )
     np.testing.assert_array_equal(hidden, forward(params, config, jnp.asarray(TOKENS)))
     # One layer of the two has experts.
@@ -279,7 +279,7 @@ def test_routing_counts_the_tokens_that_the_mask_marks():
     np.testing.assert_allclose(found.assigned.sum(), 2 * count)
     np.testing.assert_allclose(found.probability.sum(), count, rtol=1e-5)
     nothing = forward_with_routing(
-        params, config, jnp.asarray(TOKENS), told=Told(jnp.zeros_like(mask))
+        params, config, jnp.asarray(TOKENS), told=RouterInputs(jnp.zeros_like(mask))
     )[1]
     assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(nothing))
 
@@ -291,7 +291,7 @@ def test_routing_of_a_dense_model_is_refused():
             params_of(config),
             config,
             jnp.asarray(TOKENS),
-            told=Told(jnp.asarray(TOKENS > 0)),
+            told=RouterInputs(jnp.asarray(TOKENS > 0)),
         )
 
 
@@ -318,7 +318,7 @@ def test_told_its_own_choice_a_model_computes_the_same(experts):
     layers = 1 if experts is SHARED else 2
     assert chosen.dtype == jnp.int16
     assert chosen.shape == (*TOKENS.shape, layers, 2)
-    told = Told(jnp.ones(TOKENS.shape, jnp.bool_), chosen)
+    told = RouterInputs(jnp.ones(TOKENS.shape, jnp.bool_), chosen)
     hidden, found = forward_with_routing(params, config, tokens, told=told)
     np.testing.assert_allclose(hidden, forward(params, config, tokens), atol=1e-5)
     assert float(jnp.abs(found.changed).max()) == 0
@@ -343,7 +343,11 @@ def test_told_other_experts_it_takes_them_with_the_routers_weights(execution):
 
     def scored(params, experts):
         hidden, found = forward_with_routing(
-            params, config, tokens, told=Told(mask, experts), execution=execution
+            params,
+            config,
+            tokens,
+            told=RouterInputs(mask, experts),
+            execution=execution,
         )
         return jnp.sin(hidden).sum(), (hidden, found)
 
@@ -368,7 +372,7 @@ def test_what_is_not_told_the_router_chooses():
     mask = jnp.ones(TOKENS.shape, jnp.bool_)
     unknown = jnp.full((*TOKENS.shape, 2, 2), -1, jnp.int16)
     hidden, found = forward_with_routing(
-        params, config, tokens, told=Told(mask, unknown)
+        params, config, tokens, told=RouterInputs(mask, unknown)
     )
     np.testing.assert_array_equal(hidden, forward(params, config, tokens))
     assert float(jnp.abs(found.changed).max()) == 0
@@ -376,7 +380,9 @@ def test_what_is_not_told_the_router_chooses():
 
 def test_experts_of_another_shape_are_refused():
     config = config_of(SHARED)
-    told = Told(jnp.asarray(TOKENS > 0), jnp.zeros((*TOKENS.shape, 2, 2), jnp.int16))
+    told = RouterInputs(
+        jnp.asarray(TOKENS > 0), jnp.zeros((*TOKENS.shape, 2, 2), jnp.int16)
+    )
     with pytest.raises(ValueError, match=r"\[1, 2\] for a token; .* got \[.*, 2, 2\]"):
         forward_with_routing(params_of(config), config, jnp.asarray(TOKENS), told=told)
 

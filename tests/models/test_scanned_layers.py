@@ -11,7 +11,7 @@ from jaxrl_post.models import (
     LayerSpec,
     MixtureOfExperts,
     ModelConfig,
-    Told,
+    RouterInputs,
     forward,
     forward_with_routing,
     initialize,
@@ -80,9 +80,9 @@ def test_a_loop_reports_the_routing_of_every_layer():
     params = initialize(jax.random.key(0), param_specs(config))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
     mask = jnp.ones(tokens.shape, jnp.bool_)
-    _, expected = forward_with_routing(params, config, tokens, told=Told(mask))
+    _, expected = forward_with_routing(params, config, tokens, told=RouterInputs(mask))
     _, found = forward_with_routing(
-        params, config, tokens, told=Told(mask), execution=Execution(scan=True)
+        params, config, tokens, told=RouterInputs(mask), execution=Execution(scan=True)
     )
     assert found.assigned.shape == (3, 4)
     np.testing.assert_array_equal(found.assigned, expected.assigned)

@@ -199,9 +199,9 @@ COLLECTOR = [
     ),
     Fault(
         "a cut answer forgets what it had said",
-        "rollout/flight.py::transition",
-        "flight = dataclasses.replace(flight, partial=flight.partial + tokens)",
-        "flight = dataclasses.replace(flight, partial=tokens)",
+        "rollout/flight.py::_sampled",
+        "flight.partial + tokens.led_by(None)",
+        "tokens.led_by(None)",
         "rollout/test_flight.py rollout/test_collector.py "
         "rollout/test_engine_episodes.py",
     ),

@@ -224,8 +224,8 @@ SAMPLER = [
     Fault(
         "the key of a token that was not fed is taken for computed",
         "sampler/scheduler.py::Scheduler.advance",
-        "fed = fed[1:]",
-        "pass",
+        "fed = fed[again:]",
+        "fed = fed[0:]",
         "sampler/test_cache.py",
     ),
     Fault(
@@ -273,7 +273,7 @@ SAMPLER = [
     Fault(
         "the reference is scored among the tokens that the policy kept",
         "learner/updater.py::Updater._scored",
-        "whole = batch.replace(kept=None)",
+        "whole = batch.replace(kept=None, experts=None)",
         "whole = batch.replace(kept=batch.kept)",
         "programs/test_mismatch.py",
     ),
@@ -434,8 +434,8 @@ SAMPLER = [
     Fault(
         "a segment has the experts of the first row of its prefill",
         "sampler/prefixes.py::ExpertRecord.first",
-        "[part[1], : part[2]]",
-        "[0, : part[2]]",
+        "np.asarray(part[0])[part[1], : part[2]]",
+        "np.asarray(part[0])[0, : part[2]]",
         "sampler/test_router_replay.py",
     ),
     Fault(
@@ -448,15 +448,15 @@ SAMPLER = [
     Fault(
         "the last token of a shared prompt chooses its experts itself",
         "data/packing/rows.py::_fill",
-        "if last is not None and (first >= 0).all():",
-        "if last is None and (first >= 0).all():",
+        "last is not None and (first >= 0).all()",
+        "last is None and (first >= 0).all()",
         "sampler/test_router_replay.py",
     ),
     Fault(
         "every policy replays",
         "learner/step.py::_routed_states",
-        "if policy.replay and batch.experts is not None:",
-        "if batch.experts is not None:",
+        "policy.replay and batch.experts is not None",
+        "batch.experts is not None",
         "sampler/test_router_replay.py",
     ),
     Fault(

@@ -66,7 +66,7 @@ def test_every_token_of_two_turns_keeps_the_experts_that_read_it():
     assert tokens.experts[1:, 0, 0].tolist() == list(range(1, 9))
     assert tokens.experts[0].tolist() == [[-1, -1]]
     assert tokens.experts[1:, 0, 1].tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
-    # What led to a turn stands in its context, once.
+    # The experts of a context are stored once.
     assert all(not len(turn.sampled.lead) for turn in flight.episode.turns)
 
 

@@ -159,7 +159,7 @@ def test_other_parameters_in_the_middle_of_a_sample(name, recompute):
     while engine.busy:
         done += engine.step(other)
     known, tokens = len(begun.tokens), done[0].tokens
-    # What was sampled keeps its record, and every token has one.
+    # Sampled tokens keep their record, and every token has one.
     np.testing.assert_array_equal(tokens.experts[:known], begun.tokens.experts)
     np.testing.assert_array_equal(tokens.lead, begun.tokens.lead)
     assert (tokens.experts >= 0).all()
@@ -223,58 +223,72 @@ def sequences(name: str) -> list[Sequence]:
     ]
 
 
+def packed(units: Any, rows: int = 1) -> Any:
+    return pack(units, 64, rows)
+
+
+def logprobs(policy: Policy, params: Any, batch: Any, mesh: Any = None) -> np.ndarray:
+    if mesh is None:
+        found = predict(policy, params, batch)
+    else:
+        found = Scorer(policy, mesh, 2).predict(params, batch)
+    return np.asarray(found.logprobs)
+
+
+def measured(policy: Policy, params: Any, batch: Any) -> dict[str, float]:
+    metrics = predict(policy, params, batch).metrics or {}
+    return {name: float(metric.mean()) for name, metric in metrics.items()}
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "trees"])
 def test_the_trainer_finds_its_own_choice_in_the_record(name, shared):
     """A record that is off by a token would change experts."""
     units = sequences(name)
-    batch = pack(trees(units) if shared else units, 64, 1)
-    policy = Policy(CONFIGS[name], replay=True)
-    found = predict(policy, params_of(name), batch)
-    assert float(found.metrics["router/changed_experts"].mean()) == 0
+    batch = packed(trees(units) if shared else units)
+    policy, params = Policy(CONFIGS[name], replay=True), params_of(name)
+    assert measured(policy, params, batch)["router/changed_experts"] == 0
     mask = batch.loss_mask
     np.testing.assert_allclose(
-        np.asarray(found.logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-4
+        logprobs(policy, params, batch)[mask], batch.behavior_logprobs[mask], atol=1e-4
     )
     known = (batch.experts >= 0).all(axis=(2, 3))
     # All but the last token of each sequence, which predicts nothing.
     ends = np.count_nonzero(batch.ends) - np.count_nonzero(known & (batch.ends > 0))
     assert ends == 4
     shifted = batch.replace(experts=np.roll(batch.experts, 1, axis=1))
-    off = predict(policy, params_of(name), shifted)
-    assert float(off.metrics["router/changed_experts"].mean()) > 0.3
+    assert measured(policy, params, shifted)["router/changed_experts"] > 0.3
 
 
 def test_a_policy_that_does_not_replay_ignores_the_record(name):
-    batch = pack(sequences(name), 64, 1)
+    batch = packed(sequences(name))
     other = batch.replace(experts=np.zeros_like(batch.experts))
-    policy = Policy(CONFIGS[name])
-    one, two = (predict(policy, params_of(name), each) for each in (batch, other))
-    np.testing.assert_array_equal(one.logprobs, two.logprobs)
-    assert "router/changed_experts" not in one.metrics
+    policy, params = Policy(CONFIGS[name]), params_of(name)
+    np.testing.assert_array_equal(
+        logprobs(policy, params, batch), logprobs(policy, params, other)
+    )
+    assert "router/changed_experts" not in measured(policy, params, batch)
 
 
 @pytest.mark.meshes
 @pytest.mark.parametrize("spec", ["dp2", "cp2", "ep2"])
 def test_meshes_replay_the_same(spec):
     config = CONFIGS["attention"]
-    batch = pack(trees(sequences("attention")), 64, 2)
+    batch = packed(trees(sequences("attention")), rows=2)
     # Experts that the routers would not choose, so that they matter.
     given = np.where(batch.experts >= 0, (batch.experts + 3) % 8, np.int16(-1))
     batch = batch.replace(experts=given)
     policy = Policy(config, replay=True)
-    found = [
-        Scorer(policy, mesh, 2).predict(tiny.params(config, mesh=mesh), batch).logprobs
-        for mesh in (
-            create_mesh("dp1", jax.devices()[:1]),
-            create_mesh(spec, jax.devices()[:2]),
+    alone = create_mesh("dp1", jax.devices()[:1])
+    expected, found, own = (
+        logprobs(each, tiny.params(config, mesh=mesh), batch, mesh)[batch.loss_mask]
+        for each, mesh in (
+            (policy, alone),
+            (policy, create_mesh(spec, jax.devices()[:2])),
+            (Policy(config), alone),
         )
-    ]
-    mask = batch.loss_mask
-    np.testing.assert_allclose(found[1][mask], found[0][mask], atol=1e-4)
-    plain = Policy(config)
-    mesh = create_mesh("dp1", jax.devices()[:1])
-    own = Scorer(plain, mesh, 2).predict(tiny.params(config, mesh=mesh), batch).logprobs
-    assert np.abs(found[0] - own)[mask].max() > 0.1
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(expected - own).max() > 0.1
 
 
 def test_replay_takes_what_rounding_adds_to_the_mismatch():
@@ -294,12 +308,12 @@ def test_replay_takes_what_rounding_adds_to_the_mismatch():
         context = Tokens.context(requests[each.prompt_id].prompt)
         whole = context.read_before(each.tokens) + each.tokens.led_by(None)
         units.append(Sequence(whole, np.zeros(len(whole), np.float32)))
-    batch = pack(units, 64, 1)
+    batch = packed(units)
     gaps = {}
     for replay in (False, True):
         policy = Policy(config, replay=replay)
-        found = np.asarray(predict(policy, wide, batch).logprobs)
-        gap = (found - batch.behavior_logprobs)[batch.loss_mask]
+        gap = logprobs(policy, wide, batch) - batch.behavior_logprobs
+        gap = gap[batch.loss_mask]
         gaps[replay] = float(np.abs(gap).mean())
     # 0.040 and 0.084 nats a token, when this was written.
     assert gaps[True] < 0.6 * gaps[False]

@@ -212,7 +212,7 @@ def pack(
     for row, chosen in enumerate(rows):
         start = 0
         for part in chosen:
-            start = _fill(batch, row, parts[part], start, _Before(0, 0, None))
+            start = _fill(batch, row, parts[part], start, _PathEnd(0, 0, None))
     return batch
 
 
@@ -294,8 +294,8 @@ def _empty(rows: int, length: int) -> TokenBatch:
     )
 
 
-class _Before(NamedTuple):
-    """What comes before a unit on its path.
+class _PathEnd(NamedTuple):
+    """The end of a unit's path before it.
 
     Attributes:
         position: number of tokens.
@@ -308,7 +308,7 @@ class _Before(NamedTuple):
     last: int | None
 
 
-def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, before: _Before) -> int:
+def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, before: _PathEnd) -> int:
     """Writes a unit into a row, from index `start` on; returns the index after it."""
     if isinstance(unit, tuple):
         for member in unit:
@@ -348,7 +348,7 @@ def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, before: _Before) 
         batch.truncated[row, start + size - 1] = bool(sequence.truncated)
     end = start + size
     for branch in unit.branches if isinstance(unit, Tree) else ():
-        following = _Before(position + size, rotation, start + size - 1)
+        following = _PathEnd(position + size, rotation, start + size - 1)
         end = _fill(batch, row, branch, end, following)
     batch.ends[row, span] = end
     return end
