@@ -155,8 +155,8 @@ class Rows:
 class Emitted:
     """The tokens that `decode` sampled, [steps, rows]; -1 where a row sampled none.
 
-    The other fields are as in `Sampled`. `experts` are those that computed the token
-    that was fed for this one, int16 [steps, rows, layers, chosen]; None if not recorded.
+    The other fields are as in `Sampled`. `experts`, int16 [steps, rows, layers,
+    chosen], have computed the token that was fed for this one; None if not recorded.
     """
 
     tokens: Int[HostOrDevice, "steps rows"]
