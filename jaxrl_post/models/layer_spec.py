@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-__all__ = ["HeadSpec", "LayerSpec", "PerLayerEmbedding", "check_keys"]
+__all__ = ["HeadSpec", "LayerSpec", "PerLayerEmbedding", "check_indexed", "check_keys"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LayerSpec:
         window: sliding window of attention in tokens, None for full attention.
         rotated: whether attention has rotary embeddings.
         indexed: whether sparse attention has an indexer here. Without one, a query sees
-            the keys that it sees in the layer before.
+            the keys that were chosen in the last layer that has one.
         heads: the heads of attention; None for the config's.
         keys_of: the earlier layer whose keys and values attention reads. Such a layer
             makes no keys and values, and has none in a cache. None for its own.
@@ -133,6 +133,25 @@ def check_keys(layers: Sequence[LayerSpec]) -> None:
                     f"config: {name} of layer {index} must be {theirs}, as in layer "
                     f"{spec.keys_of}, whose keys it reads; got {own}"
                 )
+
+
+def check_indexed(layers: Sequence[LayerSpec]) -> None:
+    """Checks that sparse attention has keys to choose from in every layer.
+
+    Raises:
+        ValueError: the first layer has no indexer, or a layer has a window.
+    """
+    if not layers[0].indexed:
+        raise ValueError(
+            "config: indexed of layer 0 must be True with an indexer: no layer comes "
+            "before it whose choice it could use; got False"
+        )
+    for index, spec in enumerate(layers):
+        if spec.window is not None:
+            raise ValueError(
+                f"config: window of layer {index} must be None with an indexer, which "
+                f"chooses among all earlier tokens; got {spec.window}"
+            )
 
 
 @dataclass(frozen=True)
