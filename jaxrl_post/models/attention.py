@@ -219,9 +219,11 @@ def latent_attention(
         if choice is None:
             attended = _attend(config, query, entry, context, rules)
         else:
+            assert isinstance(entry, KeysValues)
             query = constrain(query, HEAD_AXES, rules)
-            both = entry.keys, entry.values
-            attended = attend_in_rows(query, *both, choice, config.score_scale)
+            attended = attend_in_rows(
+                query, entry.keys, entry.values, choice, config.score_scale
+            )
     else:
         up = dense(params.kv_up, x.dtype)
         query, row = to_latents(parts, up[..., : latent.nope_dim])

@@ -163,8 +163,8 @@ class LatentAttention:
             )
         if self.indexer is not None and self.indexer.head_dim < self.rope_dim:
             raise ValueError(
-                f"config: head_dim of the indexer must be at least {self.rope_dim}, the "
-                f"rotated dims; got {self.indexer.head_dim}"
+                "config: head_dim of the indexer must be at least the rotated dims, "
+                f"{self.rope_dim}; got {self.indexer.head_dim}"
             )
 
 
@@ -588,8 +588,9 @@ class ModelConfig:
         if not spec.makes_keys:
             return None
         if self.latent is not None:
-            own = indexer is not None and self.selects and spec.indexed
-            beside = indexer.head_dim if own else 0
+            beside = 0
+            if indexer is not None and self.selects and spec.indexed:
+                beside = indexer.head_dim
             return 1, self.latent.kv_rank + self.latent.rope_dim, beside
         heads = self.heads(layer)
         return heads.num_kv_heads, heads.head_dim, heads.head_dim

@@ -8,8 +8,8 @@ query of token t gives the key of token j the score
     s(t, j) = sum_h w_h relu(a_h(t) . b(j) / sqrt(dim)).
 
 Among the keys that the query may see, the `top_k` with the largest scores are chosen,
-equal scores from the earliest token on, and the softmax is over these alone. Neither the
-choice nor the indexer has a gradient.
+equal scores from the earliest token on, and the softmax is over these alone. Neither
+the choice nor the indexer has a gradient.
 
 A choice is int32 [batch, queries, top_k]: places among the keys, in any order, and
 `NO_KEY` where a query sees fewer. In training the keys are those of the query's row. In
@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.attention import in_tiles
 from jaxrl_post.kernels.attention.reference import attend
-from jaxrl_post.kernels.decode_attention import QuantizedEntries, SharedKeys
+from jaxrl_post.kernels.decode_attention import QuantizedEntries
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import LatentAttention, ModelConfig
 from jaxrl_post.models.layers import project, to_heads
@@ -93,7 +93,8 @@ def index_parts(
         tables: cosines and sines of the layer's rotation; None for no rotation.
     """
     indexer = latent.indexer
-    assert indexer is not None and query_latent is not None
+    assert indexer is not None
+    assert query_latent is not None
     params, x, query_latent = jax.lax.stop_gradient((params, x, query_latent))
     queries = to_heads(query_latent, params.queries, None, shape)
     keys = project(x, params.keys).astype(jnp.float32)

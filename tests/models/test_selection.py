@@ -205,7 +205,7 @@ def test_the_choice_shows(naive, config):
 def test_short_rows_choose_nothing_and_have_the_same_bits(config):
     params, tokens = params_of(config), ROW[:, :TOP_K]
     within = config.within(TOP_K)
-    assert within.max_length == TOP_K and not within.selects
+    assert (within.max_length, within.selects) == (TOP_K, False)
     assert "top_k" not in str(
         jax.make_jaxpr(run, static_argnums=1)(params, config, tokens)
     )
@@ -418,5 +418,7 @@ def test_layers_without_keys_to_choose_from_are_refused(change, message):
 
 
 def test_heads_of_an_indexer_hold_the_rotated_dims():
-    with pytest.raises(ValueError, match="head_dim of the indexer must be at least 4"):
+    with pytest.raises(
+        ValueError, match="head_dim of the indexer must be at least the rotated dims, 4"
+    ):
         dataclasses.replace(CONFIG.latent, indexer=Indexer(8, 2, 2))

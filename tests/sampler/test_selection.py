@@ -113,7 +113,6 @@ def test_codes_choose_nearly_the_same_keys(dtype):
         prompt = prompts[done.prompt_id]
         expected = MODEL.expected(prompt, done.tokens.ids.tolist())
         gaps.append(np.abs(expected - done.tokens.logprobs))
-    print(dtype, np.concatenate(gaps).mean(), np.concatenate(gaps).max())
     assert 1e-4 < np.concatenate(gaps).mean() < 1.0
 
 
