@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-__all__ = ["HeadSpec", "LayerSpec", "PerLayerEmbedding", "check_indexed", "check_keys"]
+__all__ = [
+    "HeadSpec",
+    "Indexer",
+    "LayerSpec",
+    "PerLayerEmbedding",
+    "check_indexed",
+    "check_keys",
+]
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,32 @@ def check_indexed(layers: Sequence[LayerSpec]) -> None:
                 f"config: window of layer {index} must be None with an indexer, which "
                 f"chooses among all earlier tokens; got {spec.window}"
             )
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse attention, which chooses the keys that a query sees.
+
+    Queries of sequences of at most `top_k` tokens see all keys. A config whose
+    `max_length` is no more than `top_k` has no longer ones, so it computes nothing with
+    the indexer's parameters; `models.selection` has the mathematics of the others.
+
+    Attributes:
+        top_k: number of keys that a query sees.
+        num_heads: heads of the indexer.
+        head_dim: width of its heads, at least the rotated dims.
+        context: context length of the sparse model, in tokens.
+        interleaved: neighbouring dims of its heads rotate together, not the two halves.
+
+    References:
+        DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
+    """
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    context: int = 4096
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

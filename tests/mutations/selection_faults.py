@@ -96,8 +96,8 @@ SELECTION = [
     Fault(
         "a layer without an indexer sees all keys",
         f"{DECODER}::_mixed",
-        "choice=place.choice",
-        "choice=None",
+        "place.choice",
+        "None",
         MODELS,
     ),
     Fault(
