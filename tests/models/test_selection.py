@@ -219,8 +219,8 @@ def test_short_rows_choose_nothing_and_have_the_same_bits(config):
 
 @pytest.mark.parametrize("size", [5, 16])
 def test_blocks_change_nothing(naive, size, monkeypatch):
-    for name in ("BLOCK", "GATHERED_BLOCK"):
-        monkeypatch.setattr(selection, name, size)
+    for name in ("choose.BLOCK", "attend.BLOCK", "attend.GATHERED_BLOCK"):
+        monkeypatch.setattr(f"jaxrl_post.models.selection.{name}", size)
     hidden, (value, expected) = naive[CONFIG]
     found, gradients = weighted(lambda params: forward(params, CONFIG, ROW)[0])(PARAMS)
     np.testing.assert_allclose(found, value, rtol=1e-4)

@@ -4,48 +4,49 @@ from tests.mutations.fault import Fault
 
 __all__ = ["SELECTION"]
 
-SELECTION_FILE, DECODER = "models/selection.py", "models/decoder.py"
+CHOOSE, ATTEND = "models/selection/choose.py", "models/selection/attend.py"
+DECODER = "models/decoder.py"
 MODELS, SAMPLER = "models/test_selection.py", "sampler/test_selection.py"
 
 SELECTION = [
     Fault(
         "a key that a query does not see is chosen",
-        f"{SELECTION_FILE}::_chosen",
+        f"{CHOOSE}::_chosen",
         "key_at[:, None] <= at[:, :, None]",
         "key_at[:, None] <= at[:, :, None] + 1",
         MODELS,
     ),
     Fault(
         "keys of other sequences in a row compete",
-        f"{SELECTION_FILE}::_chosen",
+        f"{CHOOSE}::_chosen",
         "seen &= at[:, :, None] < ends[:, None]",
         "pass",
         MODELS,
     ),
     Fault(
         "keys that a query does not see fill its choice",
-        f"{SELECTION_FILE}::_chosen",
+        f"{CHOOSE}::_chosen",
         "jnp.where(best > -jnp.inf, places, NO_KEY)",
         "places",
         MODELS,
     ),
     Fault(
         "scores of the indexer may be negative before they are weighted",
-        f"{SELECTION_FILE}::_chosen",
+        f"{CHOOSE}::_chosen",
         "jax.nn.relu(products)",
         "products",
         MODELS,
     ),
     Fault(
         "zeros with signs are not equal",
-        f"{SELECTION_FILE}::_chosen",
+        f"{CHOOSE}::_chosen",
         "scores = jnp.where(scores == 0, 0.0, scores)",
         "pass",
         MODELS,
     ),
     Fault(
         "of equal scores the latest is chosen",
-        f"{SELECTION_FILE}::_chosen",
+        f"{CHOOSE}::_chosen",
         "best, places = jax.lax.top_k(scores, top_k)",
         "best, places = jax.lax.top_k(scores[..., ::-1], top_k);"
         " places = scores.shape[-1] - 1 - places",
@@ -53,21 +54,21 @@ SELECTION = [
     ),
     Fault(
         "the indexer's keys are not centred",
-        f"{SELECTION_FILE}::index_parts",
+        f"{CHOOSE}::index_parts",
         "keys - keys.mean(axis=-1, keepdims=True)",
         "keys",
         MODELS,
     ),
     Fault(
         "the indexer rotates as attention does",
-        f"{SELECTION_FILE}::index_parts",
+        f"{CHOOSE}::index_parts",
         "turned = indexer.interleaved",
         "turned = True",
         MODELS,
     ),
     Fault(
         "the indexer's keys do not rotate",
-        f"{SELECTION_FILE}::index_parts",
+        f"{CHOOSE}::index_parts",
         "keys = apply_rope(keys, *tables, interleaved=turned)",
         "pass",
         MODELS,
@@ -109,42 +110,42 @@ SELECTION = [
     ),
     Fault(
         "the shared entries come after a sequence's own",
-        f"{SELECTION_FILE}::choose_in_cache",
+        f"{CHOOSE}::choose_in_cache",
         "keys = jnp.concatenate([before, keys], axis=1)",
         "keys = jnp.concatenate([keys, before], axis=1)",
         SAMPLER,
     ),
     Fault(
         "a sequence that shares nothing chooses among the last group's entries",
-        f"{SELECTION_FILE}::choose_in_cache",
+        f"{CHOOSE}::choose_in_cache",
         "alone = group >= begins.shape[0]",
         "alone = group < 0",
         f"{MODELS} {SAMPLER}",
     ),
     Fault(
         "chosen entries are read of the first group",
-        f"{SELECTION_FILE}::_gathered",
+        f"{ATTEND}::_gathered",
         "before.at[group[:, None, None], 0, choice]",
         "before.at[0 * group[:, None, None], 0, choice]",
         SAMPLER,
     ),
     Fault(
         "own entries are read where shared ones would be",
-        f"{SELECTION_FILE}::_gathered",
+        f"{ATTEND}::_gathered",
         "jnp.maximum(choice - count, 0)",
         "choice",
         MODELS,
     ),
     Fault(
         "places without a chosen entry have weight",
-        f"{SELECTION_FILE}::attend_in_cache",
+        f"{ATTEND}::attend_in_cache",
         "choice != NO_KEY",
         "choice >= 0",
         MODELS,
     ),
     Fault(
         "the best of the chosen tokens is left out",
-        f"{SELECTION_FILE}::attend_in_rows",
+        f"{ATTEND}::attend_in_rows",
         "nothing.at[row].set(True, mode='drop')",
         "nothing.at[row[1:]].set(True, mode='drop')",
         MODELS,

@@ -133,7 +133,7 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
 
 
 def _longest(config: PlanConfig) -> int:
-    """Tokens of the longest sequence; of a train step alone, those of a row."""
+    """Tokens of the longest sequence; for a train step alone, the tokens of a row."""
     rollout = config.rollout
     if not rollout.prompts_per_step:
         return config.row_tokens

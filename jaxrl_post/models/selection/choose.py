@@ -1,65 +1,35 @@
-"""Sparse attention: a small indexer chooses the keys that each query sees.
+"""The indexer: its projections, and the keys that it chooses."""
 
-With x a token's hidden state and q its normed query latent, the indexer has the queries
-a_h = R(W_h q), one key b = R(LayerNorm(K x)), which all heads share, and the weights
-w_h = (V x)_h / sqrt(heads), in float32. R rotates the leading dims by the position. The
-query of token t gives the key of token j the score
-
-    s(t, j) = sum_h w_h relu(a_h(t) . b(j) / sqrt(dim)).
-
-Among the keys that the query may see, the `top_k` with the largest scores are chosen,
-equal scores from the earliest token on, and the softmax is over these alone. Neither
-the choice nor the indexer has a gradient.
-
-A choice is int32 [batch, queries, top_k]: places among the keys, in any order, and
-`NO_KEY` where a query sees fewer. In training the keys are those of the query's row. In
-a cache they are the entries that a sequence shares, and then its own.
-
-Queries are computed in blocks: scores of all keys are held for one block at a time.
-
-References:
-    DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
-"""
-
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.attention import in_tiles
-from jaxrl_post.kernels.attention.reference import attend
-from jaxrl_post.kernels.decode_attention import QuantizedEntries
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import LatentAttention, ModelConfig
 from jaxrl_post.models.layers import project, to_heads
 from jaxrl_post.models.params import IndexerParams
 from jaxrl_post.models.rope import apply_rope
-from jaxrl_post.sharding import Rules, dividing_axes
+from jaxrl_post.models.selection.places import NO_KEY, by_batch, plain
+from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
-    "NO_KEY",
     "IndexParts",
-    "attend_in_cache",
-    "attend_in_rows",
     "choose_in_cache",
     "choose_in_rows",
     "index_parts",
     "no_choice",
 ]
 
-NO_KEY = jnp.iinfo(jnp.int32).max
 KEY_NORM_EPS = 1e-6
-
-# Queries of a block: over all keys, and over gathered keys, of which each query has its
-# own.
-BLOCK, GATHERED_BLOCK = 128, 16
+# Queries whose scores of all keys are held at a time.
+BLOCK = 128
 
 
 class IndexParts(NamedTuple):
-    """What the indexer makes of tokens, without gradient.
+    """The indexer's projections of tokens, without gradient.
 
     Attributes:
         queries: rotated.
@@ -121,10 +91,9 @@ def index_parts(
 
 
 def no_choice(config: ModelConfig, shape: tuple[int, ...]) -> Array | None:
-    """What stands for a choice before the first layer of rows [batch, length].
+    """An empty choice, for the first layer of a loop over rows [batch, length].
 
-    It has the shape of a choice, as a loop over layers needs it. None where no layer
-    chooses.
+    None where no layer chooses.
     """
     indexer = config.indexer
     if indexer is None or not config.selects or shape[1] <= indexer.top_k:
@@ -160,7 +129,7 @@ def choose_in_rows(
         return _chosen(top_k, (queries, weights, at), *among)
 
     arrays = queries, weights, positions, keys, positions, ends
-    return _by_batch(choose, rules, *arrays)
+    return by_batch(choose, rules, *arrays)
 
 
 def choose_in_cache(
@@ -189,11 +158,11 @@ def choose_in_cache(
 
     def choose(queries: Array, weights: Array, at: Array, *cached: Any) -> Array:
         own, key_at, common = cached
-        keys = _plain(own, queries.dtype)[:, 0]
+        keys = plain(own, queries.dtype)[:, 0]
         if common is not None:
             entries, begins, places = common
             group = places // members
-            before = _plain(entries, queries.dtype)[:, 0].at[group].get(mode="clip")
+            before = plain(entries, queries.dtype)[:, 0].at[group].get(mode="clip")
             # A sequence that shares nothing has been given the last group's.
             alone = group >= begins.shape[0]
             begins = begins.at[group].get(mode="clip")
@@ -204,68 +173,7 @@ def choose_in_cache(
 
     common = None if shared is None else (shared.value, shared.positions, shared.places)
     arrays = parts.queries, parts.weights, positions, entry.values, entry.positions
-    return _by_batch(choose, rules, *arrays, common)
-
-
-def attend_in_rows(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch kv_heads length head_dim"],
-    value: Float[Array, "batch kv_heads length value_dim"],
-    choice: Int[Array, "batch length top_k"],
-    scale: float,
-) -> Float[Array, "batch length heads value_dim"]:
-    """Attends to the chosen tokens of rows; others have no weight.
-
-    Args:
-        query: any float dtype.
-        key: the same dtype.
-        value: the same dtype.
-        choice: as `choose_in_rows` returns it.
-        scale: of the scores.
-    """
-
-    def block(query: Array, choice: Array) -> Array:
-        nothing = jnp.zeros(key.shape[2], bool)
-        seen = jax.vmap(jax.vmap(lambda row: nothing.at[row].set(True, mode="drop")))
-        return attend(query, key, value, seen(choice), scale)
-
-    return in_tiles(block, BLOCK, query, choice)
-
-
-def attend_in_cache(
-    query: Float[Array, "batch queries heads width"],
-    entry: LayerCache,
-    choice: Int[Array, "batch queries top_k"],
-    scale: float,
-    rules: Rules,
-) -> Float[Array, "batch queries heads width"]:
-    """Attends to the chosen entries of a cache, which are keys and values at once.
-
-    Args:
-        query: any float dtype.
-        entry: the layer's part of the cache.
-        choice: as `choose_in_cache` returns it.
-        scale: of the scores.
-        rules: how a mesh of `jax.set_mesh`, if any, splits batch and heads.
-    """
-    shared = entry.shared
-
-    def attended(query: Array, choice: Array, own: Any, common: Any) -> Array:
-        def block(query: Array, choice: Array) -> Array:
-            found = _plain(_gathered(own, common, choice), query.dtype)
-            rows, heads = choice.shape[:2], query.shape[2:]
-            query = query.reshape(-1, 1, *heads)
-            found = found.reshape(-1, 1, *found.shape[2:])
-            seen = (choice != NO_KEY).reshape(-1, 1, choice.shape[2])
-            return attend(query, found, found, seen, scale).reshape(*rows, *heads)
-
-        return in_tiles(block, GATHERED_BLOCK, query, choice)
-
-    common = None
-    if shared is not None:
-        common = shared.key, shared.places // shared.members
-    heads = query.shape[2]
-    return _by_batch(attended, rules, query, choice, entry.keys, common, heads=heads)
+    return by_batch(choose, rules, *arrays, common)
 
 
 def _chosen(
@@ -291,70 +199,8 @@ def _chosen(
         if ends is not None:
             seen &= at[:, :, None] < ends[:, None]
         scores = jnp.where(seen, scores, -jnp.inf)
-        # Of equal scores it takes the first.
+        # It takes the first of equal scores.
         best, places = jax.lax.top_k(scores, top_k)
         return jnp.where(best > -jnp.inf, places, NO_KEY)
 
     return in_tiles(block, BLOCK, *of_queries)
-
-
-def _gathered(own: Any, common: tuple[Any, Array] | None, choice: Array) -> Any:
-    """Entries [batch, queries, top_k, width] of the chosen places."""
-
-    def taken(entries: Array, places: Array) -> Array:
-        def of_one(rows: Array, at: Array) -> Array:
-            return rows.at[at].get(mode="clip")
-
-        return jax.vmap(of_one)(entries[:, 0], places)
-
-    if common is None:
-        return jax.tree.map(lambda entries: taken(entries, choice), own)
-    shared, group = common
-    count = jax.tree.leaves(shared)[0].shape[2]
-
-    def either(entries: Array, before: Array) -> Array:
-        theirs = before.at[group[:, None, None], 0, choice].get(mode="clip")
-        own = taken(entries, jnp.maximum(choice - count, 0))
-        return jnp.where(choice[..., None] < count, theirs, own)
-
-    return jax.tree.map(either, own, shared)
-
-
-def _plain(entries: Any, dtype: Any) -> Array:
-    if isinstance(entries, QuantizedEntries):
-        entries = entries.dequantize()
-    return entries.astype(dtype)
-
-
-def _by_batch(
-    function: Callable[..., Array],
-    rules: Rules,
-    query: Array,
-    *others: Any,
-    heads: int | None = None,
-) -> Array:
-    """Lets each device compute its own rows, by local numbers of groups.
-
-    Args:
-        function: of `query` [batch, queries, heads, dim] and the others, which have one
-            key/value head.
-        rules: logical axis to mesh axes.
-        query: decides how the batch is split.
-        *others: trees of arrays whose first dimension is split likewise.
-        heads: number of heads, if they are split too; the result then has them.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function(query, *others)
-    batch = dividing_axes("batch", query.shape[0], mesh, rules) or None
-    of_query = of_result = P(batch)
-    if heads is not None:
-        split = dividing_axes("heads", heads, mesh, rules) or None
-        of_query = of_result = P(batch, None, split)
-    local = jax.shard_map(
-        function,
-        in_specs=(of_query, *(P(batch) for _ in others)),
-        out_specs=of_result,
-        check_vma=False,
-    )
-    return local(query, *others)
