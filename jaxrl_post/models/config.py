@@ -355,6 +355,11 @@ class ModelConfig:
                 "config: query_scaling must be None with latent attention, which does "
                 f"not have it; got {self.query_scaling}"
             )
+        if self.indexer is not None and self.attention_softcap is not None:
+            raise ValueError(
+                "config: attention_softcap must be None with an indexer; got "
+                f"{self.attention_softcap}"
+            )
         tables = self.per_layer
         if tables is not None and tables.vocab_size < self.vocab_size:
             raise ValueError(

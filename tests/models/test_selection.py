@@ -163,6 +163,80 @@ def naive():
     return made
 
 
+def test_equal_scores_go_to_the_earliest_token():
+    """In rows and in caches, also where zeros have signs."""
+    attention = PARAMS.layers[0].attention
+    nothing = attention.indexer.replace(weights=jnp.zeros((16, 4)))
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(40, 16)), jnp.float32)
+    at = jnp.arange(40, dtype=jnp.int32)[None]
+    tables = rope_tables(CONFIG, at)
+    parts = selection.index_parts(CONFIG.latent, nothing, x, x[:, :8], (1, 40), tables)
+    for sign in (1.0, -1.0):
+        signed = parts._replace(weights=sign * parts.weights)
+        found = selection.choose_in_rows(signed, at, None, DEFAULT_RULES)
+        for query in range(40):
+            chosen = [j for j in np.sort(found[0, query]) if j != selection.NO_KEY]
+            assert chosen == list(range(min(query + 1, TOP_K)))
+
+
+def test_padding_and_other_sequences_are_not_chosen():
+    ends = np.repeat([20, 45, 0], [20, 25, 3])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(20), np.arange(25), np.zeros(3)])[None]
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(48, 16)), jnp.float32)
+    indexer = PARAMS.layers[0].attention.indexer
+    parts = selection.index_parts(CONFIG.latent, indexer, x, x[:, :8], (1, 48), None)
+    positions = jnp.asarray(positions, jnp.int32)
+    found = selection.choose_in_rows(parts, positions, jnp.asarray(ends), DEFAULT_RULES)
+    for query, row in enumerate(np.asarray(found)[0]):
+        first = 0 if query < 20 else 20
+        chosen = row[row != selection.NO_KEY]
+        count = min(query - first + 1, TOP_K) if query < 45 else 0
+        assert len(set(chosen.tolist())) == len(chosen) == count
+        assert all(first <= place <= query for place in chosen)
+
+
+def test_rows_in_chunks_are_refused_by_name():
+    places = jnp.arange(48, dtype=jnp.int32)[None]
+    with pytest.raises(
+        ValueError, match=r"glm_moe_dsa choose .* max_length of at most"
+    ):
+        forward(PARAMS, CONFIG, ROW, ends=places + 1, indices=places)
+
+
+def test_exact_mode_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"more than 8 tokens \(index_topk\)"):
+        check_exact(CONFIG, 1)
+    check_exact(CONFIG.within(TOP_K), 1)
+
+
+def test_a_cache_has_the_keys_of_its_indexers():
+    cache = KVCache.zeros(CONFIG, 1, 64, jnp.float32)
+    assert [values.shape[-1] for values in cache.values] == [6, 0, 6, 0, 0]
+    cache = KVCache.zeros(CONFIG.within(TOP_K), 1, 8, jnp.float32)
+    assert [values.shape[-1] for values in cache.values] == [0] * 5
+
+
+def test_layers_that_choose_and_that_share_run_as_loops():
+    assert _repetitions(CONFIG) == [(0, 2, 2), (4, 1, 1)]
+    assert _repetitions(HALVES) == [(0, 1, 5)]
+
+
+@every_config
+def test_short_rows_choose_nothing_and_have_the_same_bits(config):
+    params, tokens = params_of(config), ROW[:, :TOP_K]
+    within = config.within(TOP_K)
+    assert (within.max_length, within.selects) == (TOP_K, False)
+    assert "top_k" not in str(
+        jax.make_jaxpr(run, static_argnums=1)(params, config, tokens)
+    )
+    long = jax.make_jaxpr(run, static_argnums=1)(
+        params, config, jnp.asarray(TOKENS)[None]
+    )
+    assert "top_k" in str(long)
+    found = [run(params, each, tokens) for each in (config, within)]
+    np.testing.assert_array_equal(*found)
+
+
 @every_config
 @pytest.mark.parametrize(
     "execution",
@@ -188,33 +262,12 @@ def test_values_and_gradients_are_those_of_a_masked_decoder(naive, config, execu
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(indexers))
 
 
-def test_layers_that_choose_and_that_share_run_as_loops():
-    assert _repetitions(CONFIG) == [(0, 2, 2), (4, 1, 1)]
-    assert _repetitions(HALVES) == [(0, 1, 5)]
-
-
 @every_config
 def test_the_choice_shows(naive, config):
     full = run(params_of(config), config.within(TOP_K), ROW)[0]
     gap = np.abs(np.asarray(full - naive[config][0])).max(axis=-1)
     # All keys are chosen for the first queries.
     assert gap[:TOP_K].max() < 1e-4 < 0.1 < gap[TOP_K:].mean()
-
-
-@every_config
-def test_short_rows_choose_nothing_and_have_the_same_bits(config):
-    params, tokens = params_of(config), ROW[:, :TOP_K]
-    within = config.within(TOP_K)
-    assert (within.max_length, within.selects) == (TOP_K, False)
-    assert "top_k" not in str(
-        jax.make_jaxpr(run, static_argnums=1)(params, config, tokens)
-    )
-    long = jax.make_jaxpr(run, static_argnums=1)(
-        params, config, jnp.asarray(TOKENS)[None]
-    )
-    assert "top_k" in str(long)
-    found = [run(params, each, tokens) for each in (config, within)]
-    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("size", [5, 16])
@@ -252,13 +305,6 @@ def in_parts(config, params, cuts, extend=extend):
 def test_a_cache_that_is_filled_in_parts_is_one_forward(naive, config, cuts):
     found = in_parts(config, params_of(config), cuts)
     np.testing.assert_allclose(found, naive[config][0], atol=1e-4)
-
-
-def test_a_cache_has_the_keys_of_its_indexers():
-    cache = KVCache.zeros(CONFIG, 1, 64, jnp.float32)
-    assert [values.shape[-1] for values in cache.values] == [6, 0, 6, 0, 0]
-    cache = KVCache.zeros(CONFIG.within(TOP_K), 1, 8, jnp.float32)
-    assert [values.shape[-1] for values in cache.values] == [0] * 5
 
 
 @pytest.mark.parametrize("count", [3, 20, 40])
@@ -337,38 +383,6 @@ def test_a_tree_is_its_paths_with_gradients():
     assert_close(gradients, expected)
 
 
-def test_equal_scores_go_to_the_earliest_token():
-    """In rows and in caches, also where zeros have signs."""
-    attention = PARAMS.layers[0].attention
-    nothing = attention.indexer.replace(weights=jnp.zeros((16, 4)))
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(40, 16)), jnp.float32)
-    at = jnp.arange(40, dtype=jnp.int32)[None]
-    tables = rope_tables(CONFIG, at)
-    parts = selection.index_parts(CONFIG.latent, nothing, x, x[:, :8], (1, 40), tables)
-    for sign in (1.0, -1.0):
-        signed = parts._replace(weights=sign * parts.weights)
-        found = selection.choose_in_rows(signed, at, None, DEFAULT_RULES)
-        for query in range(40):
-            chosen = [j for j in np.sort(found[0, query]) if j != selection.NO_KEY]
-            assert chosen == list(range(min(query + 1, TOP_K)))
-
-
-def test_padding_and_other_sequences_are_not_chosen():
-    ends = np.repeat([20, 45, 0], [20, 25, 3])[None].astype(np.int32)
-    positions = np.concatenate([np.arange(20), np.arange(25), np.zeros(3)])[None]
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(48, 16)), jnp.float32)
-    indexer = PARAMS.layers[0].attention.indexer
-    parts = selection.index_parts(CONFIG.latent, indexer, x, x[:, :8], (1, 48), None)
-    positions = jnp.asarray(positions, jnp.int32)
-    found = selection.choose_in_rows(parts, positions, jnp.asarray(ends), DEFAULT_RULES)
-    for query, row in enumerate(np.asarray(found)[0]):
-        first = 0 if query < 20 else 20
-        chosen = row[row != selection.NO_KEY]
-        count = min(query - first + 1, TOP_K) if query < 45 else 0
-        assert len(set(chosen.tolist())) == len(chosen) == count
-        assert all(first <= place <= query for place in chosen)
-
-
 @pytest.mark.meshes
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_mesh_equals_one_device(scan):
@@ -388,20 +402,6 @@ def test_a_mesh_equals_one_device(scan):
     assert_close(jax.device_get(found[1]), expected[1])
 
 
-def test_rows_in_chunks_are_refused_by_name():
-    places = jnp.arange(48, dtype=jnp.int32)[None]
-    with pytest.raises(
-        ValueError, match=r"glm_moe_dsa choose .* max_length of at most"
-    ):
-        forward(PARAMS, CONFIG, ROW, ends=places + 1, indices=places)
-
-
-def test_exact_mode_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"more than 8 tokens \(index_topk\)"):
-        check_exact(CONFIG, 1)
-    check_exact(CONFIG.within(TOP_K), 1)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -410,9 +410,10 @@ def test_exact_mode_is_refused_by_name():
             {"layers": (OWN, LayerSpec(window=4), *CONFIG.layers[2:])},
             "window of layer 1 must be None with an indexer",
         ),
+        ({"attention_softcap": 2.0}, "attention_softcap must be None with an indexer"),
     ],
 )
-def test_layers_without_keys_to_choose_from_are_refused(change, message):
+def test_what_does_not_go_with_an_indexer_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
 
