@@ -164,7 +164,7 @@ def naive():
 
 
 def test_equal_scores_go_to_the_earliest_token():
-    """In rows and in caches, also where zeros have signs."""
+    """Zeros here, of either sign."""
     attention = PARAMS.layers[0].attention
     nothing = attention.indexer.replace(weights=jnp.zeros((16, 4)))
     x = jnp.asarray(np.random.default_rng(3).normal(size=(40, 16)), jnp.float32)

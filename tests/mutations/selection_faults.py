@@ -38,13 +38,6 @@ SELECTION = [
         MODELS,
     ),
     Fault(
-        "zeros with signs are not equal",
-        f"{CHOOSE}::_chosen",
-        "scores = jnp.where(scores == 0, 0.0, scores)",
-        "pass",
-        MODELS,
-    ),
-    Fault(
         "of equal scores the latest is chosen",
         f"{CHOOSE}::_chosen",
         "best, places = jax.lax.top_k(scores, top_k)",

@@ -193,8 +193,6 @@ def _chosen(
             "bqhd,bkd->bqhk", queries, keys, preferred_element_type=jnp.float32
         )
         scores = (weights[..., None] * jax.nn.relu(products)).sum(axis=2)
-        # -0.0 is no less than 0.0.
-        scores = jnp.where(scores == 0, 0.0, scores)
         seen = key_at[:, None] <= at[:, :, None]
         if ends is not None:
             seen &= at[:, :, None] < ends[:, None]
