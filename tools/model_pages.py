@@ -116,9 +116,10 @@ def _row(name: str) -> Iterator[str]:
     yield "latent" if config.latent is not None else "grouped"
     yield _yes(any(case.config.experts is not None for case in found))
     yield _states(config)
+    short = "" if config.indexer is None else " up to `index_topk` tokens"
+    yield _yes(not config.has_states) + short
     yield _yes(not config.has_states)
-    yield _yes(not config.has_states)
-    yield "yes" if _exact(config, 2) is None else "without `tp`"
+    yield ("yes" if _exact(config, 2) is None else "without `tp`") + short
     yield "LoRA, DoRA"
     yield _yes(family_of(config.model_type).classifier is not None)
     yield f"{latest['date']}, {latest['transformers']}"
@@ -152,7 +153,10 @@ def _parts(found: list[Case]) -> Iterator[str]:
             "([how](../../explanation/sampling.md#the-cache))."
         )
     if config.indexer is not None:
-        yield "Sparse attention, up to the `index_topk` tokens that see all keys."
+        yield (
+            "Sparse attention: an indexer chooses the `index_topk` keys that a query "
+            "sees ([how](../../explanation/model.md#keys-that-are-chosen))."
+        )
 
 
 def _with(found: list[Case]) -> Iterator[str]:
@@ -171,6 +175,8 @@ def _with(found: list[Case]) -> Iterator[str]:
     yield f"`--lora.targets`: {own}; by PEFT's names {names}."
     if isinstance(config.recurrence, Mamba2):
         yield "Not under PEFT: adapters of `mamba_output` (`out_proj`)."
+    if config.indexer is not None:
+        yield "Sequences of more than `index_topk` tokens: not with `cp` or `--exact`."
     if config.has_states:
         yield "Not: `cp`, `--rollout.guesses`, `--rollout.draft`, JetStream."
     if family.classifier is None:
@@ -195,7 +201,7 @@ def _states(config: ModelConfig) -> str:
 def _exact(config: ModelConfig, parts: int) -> str | None:
     """The reason against exact mode if `parts` devices split the heads, or None."""
     try:
-        check_exact(config, parts)
+        check_exact(config.within(1), parts)
     except ValueError as error:
         return str(error)
     return None

@@ -93,6 +93,7 @@ def open_critic(
             weights=not is_abstract(model.params),
         )
         check_beside(value_config, config.model, longest, "--critic.model")
+        value_config = value_config.within(longest)
         critic = dataclasses.replace(
             model,
             name=config.model,

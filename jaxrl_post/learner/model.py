@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import logging
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,8 @@ __all__ = [
     "with_weights",
 ]
 
+_LOGGER = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Adaptation:
@@ -135,6 +138,10 @@ class Model:
         if adaptation is not None:
             return adapted(adaptation.base, params, self.config, adaptation.lora)
         return params if self.tower is None else params.replace(vision=self.tower)
+
+    def within(self, longest: int) -> "Model":
+        """The model for such sequences, as `ModelConfig.within`."""
+        return dataclasses.replace(self, config=self.config.within(longest))
 
     @property
     def num_parameters(self) -> int:
@@ -261,6 +268,16 @@ def describe_model(
         raise MeshError(
             f"--mesh: cp cuts rows, and layers of {config.model_type} carry a state "
             f"along them; take dp, fsdp or tp instead of cp, for {option} {name}"
+        )
+    if config.selects and split_size("context", device_mesh, rules) > 1:
+        whole, config = config.max_length, config.within(1)
+        _LOGGER.warning(
+            "--mesh: cp cuts rows, and the indexers of %s choose among all tokens of a "
+            "sequence beyond index_topk; with cp, sequences may have %d of the model's "
+            "%d tokens",
+            name,
+            config.max_length,
+            whole,
         )
     try:
         tokenizer = tokenizer.for_model(config.vocab_size)

@@ -266,6 +266,7 @@ def _opened(
         frozen = with_weights(frozen, seed=0, option=option)
     require_same_ids(directory, model, option)
     check_beside(frozen.config, directory, longest, option)
+    frozen = frozen.within(longest)
     if follows:
         _check_same_kind(frozen.config, model.config, directory, option)
     policy = learner.policy

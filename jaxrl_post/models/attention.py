@@ -15,6 +15,13 @@ from jaxrl_post.models.layers import norm, project, to_heads, unit_norm
 from jaxrl_post.models.matrix import dense
 from jaxrl_post.models.params import AttentionParams, LatentAttentionParams
 from jaxrl_post.models.rope import apply_rope
+from jaxrl_post.models.selection import (
+    attend_in_cache,
+    attend_in_rows,
+    choose_in_cache,
+    choose_in_rows,
+    index_parts,
+)
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 
@@ -64,6 +71,8 @@ class Context(NamedTuple):
             For a layer without keys of its own: what the layer returned whose keys it
             reads.
         kernels: implementation of attention.
+        choice: of the last layer that has an indexer, as `selection.choose_in_rows`
+            returns it; None for full attention.
     """
 
     positions: Int[Array, "batch length"]
@@ -73,6 +82,7 @@ class Context(NamedTuple):
     window: int | None
     entry: LayerCache | KeysValues | None
     kernels: Implementation = "auto"
+    choice: Int[Array, "batch length top_k"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,8 +180,12 @@ def latent_attention(
     x: Float[Array, "tokens hidden"],
     context: Context,
     rules: Rules,
-) -> tuple[Float[Array, "tokens hidden"], LayerCache | KeysValues]:
-    """Multi-head latent attention.
+) -> tuple[
+    Float[Array, "tokens hidden"],
+    LayerCache | KeysValues,
+    Int[Array, "batch length top_k"] | None,
+]:
+    """Multi-head latent attention, over all earlier keys or over chosen ones.
 
     With c the latent of a token, a head's key is [U_k c, r] and its value U_v c, where
     r is the rotated key that all heads share. Training computes keys and values from
@@ -182,9 +196,14 @@ def latent_attention(
         DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
     Returns:
-        The update of the residual stream, and what was read, as `grouped_query`.
+        The update of the residual stream; what was read, as `grouped_query`; and the
+        chosen keys, None if queries see all.
     """
     parts = latent_parts(config, latent, params, x, context)
+    choice, index = context.choice, None
+    if config.selects and params.indexer is not None:
+        of_tokens = x, parts.query_latent, context.shape, context.tables
+        index = index_parts(latent, params.indexer, *of_tokens)
     if context.entry is None:
         shape = context.positions.shape
         both = to_heads(parts.latent, params.kv_up, None, shape)
@@ -195,17 +214,35 @@ def latent_attention(
         query = jnp.concatenate([parts.query_nope, parts.query_rope], axis=-1)
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         entry = _with_entries(key, value, context, rules)
-        attended = _attend(config, query, entry, context, rules)
+        if index is not None:
+            choice = choose_in_rows(index, context.positions, context.ends, rules)
+        if choice is None:
+            attended = _attend(config, query, entry, context, rules)
+        else:
+            assert isinstance(entry, KeysValues)
+            query = constrain(query, HEAD_AXES, rules)
+            attended = attend_in_rows(
+                query, entry.keys, entry.values, choice, config.score_scale
+            )
     else:
         up = dense(params.kv_up, x.dtype)
         query, row = to_latents(parts, up[..., : latent.nope_dim])
         row = row.swapaxes(1, 2)
-        entry = _with_entries(row, row[..., :0], context, rules)
-        mixed = _attend(config, query, entry, context, rules)
+        beside = row[..., :0] if index is None else index.keys[:, None]
+        entry = _with_entries(row, beside, context, rules)
+        assert isinstance(entry, LayerCache)
+        if index is not None:
+            choice = choose_in_cache(index, context.positions, entry, rules)
+        if choice is None:
+            mixed = _attend(config, query, entry, context, rules)
+        else:
+            query = constrain(query, HEAD_AXES, rules)
+            mixed = attend_in_cache(query, entry, choice, config.score_scale, rules)
         mixed = mixed[..., : latent.kv_rank]
         attended = from_latents(mixed, up[..., latent.nope_dim :])
     attended = attended.reshape(x.shape[0], -1)
-    return project(attended, params.output, params.output_bias, inputs=2), entry
+    out = project(attended, params.output, params.output_bias, inputs=2)
+    return out, entry, choice
 
 
 class LatentParts(NamedTuple):
@@ -216,12 +253,14 @@ class LatentParts(NamedTuple):
         query_rope: their rotated dims.
         latent: the normed latents.
         key_rope: the rotated key of all heads.
+        query_latent: the queries' normed latents; None if they have none.
     """
 
     query_nope: Float[Array, "batch length heads nope_dim"]
     query_rope: Float[Array, "batch length heads rope_dim"]
     latent: Float[Array, "tokens kv_rank"]
     key_rope: Float[Array, "batch length 1 rope_dim"]
+    query_latent: Float[Array, "tokens query_rank"] | None
 
 
 def latent_parts(
@@ -233,7 +272,7 @@ def latent_parts(
 ) -> LatentParts:
     """Projects tokens to queries, to latents and to the rotated key."""
     shape = context.positions.shape
-    query = _latent_query(config, latent, params, x, shape)
+    query, query_latent = _latent_query(config, latent, params, x, shape)
     query_nope, query_rope = jnp.split(query, [latent.nope_dim], axis=-1)
     compressed, key_rope = jnp.split(
         project(x, params.kv_down, params.kv_down_bias), [latent.kv_rank], axis=-1
@@ -243,6 +282,7 @@ def latent_parts(
         _rotate(config, query_rope, context),
         norm(config, compressed, params.kv_norm, latent.norm_eps),
         _rotate(config, key_rope.reshape(*shape, 1, -1), context),
+        query_latent,
     )
 
 
@@ -272,14 +312,15 @@ def _latent_query(
     params: LatentAttentionParams[Array],
     x: Array,
     shape: tuple[int, ...],
-) -> Float[Array, "batch length heads head_dim"]:
+) -> tuple[Float[Array, "batch length heads head_dim"], Array | None]:
     """Computes queries from x, through the queries' latent if there is one."""
     if params.query is not None:
-        return to_heads(x, params.query, None, shape)
+        return to_heads(x, params.query, None, shape), None
     parts = params.query_down, params.query_norm, params.query_up
     down, scale, up = cast("tuple[Array, Array, Array]", parts)
     low = project(x, down, params.query_down_bias)
-    return to_heads(norm(config, low, scale, latent.norm_eps), up, None, shape)
+    low = norm(config, low, scale, latent.norm_eps)
+    return to_heads(low, up, None, shape), low
 
 
 def _rotate(config: ModelConfig, x: Array, context: Context) -> Array:
@@ -334,7 +375,7 @@ def _attend(
             implementation=context.kernels,
         )
     shared, keys, values = entry.shared, entry.keys, entry.values
-    if not values.shape[-1]:
+    if config.latent is not None:
         # The keys serve as values, because cutting off r would copy the cache.
         values = None
         shared = None if shared is None else shared._replace(value=None)

@@ -6,13 +6,15 @@ precision are configured elsewhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxrl_post.models.layer_spec import (
     HeadSpec,
+    Indexer,
     LayerSpec,
     PerLayerEmbedding,
+    check_indexed,
     check_keys,
 )
 from jaxrl_post.models.recurrences import Recurrence
@@ -104,29 +106,6 @@ class QueryScaling:
 
 
 @dataclass(frozen=True)
-class Indexer:
-    """The indexer of sparse attention, which chooses the keys that a query sees.
-
-    Sequences of at most `top_k` tokens see all keys, and longer ones are not supported.
-    So the decoder keeps the indexer's parameters and computes nothing with them.
-
-    Attributes:
-        top_k: number of keys that a query sees.
-        num_heads: heads of the indexer.
-        head_dim: width of its heads.
-        context: context length of the sparse model, in tokens.
-
-    References:
-        DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
-    """
-
-    top_k: int
-    num_heads: int
-    head_dim: int
-    context: int = 4096
-
-
-@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention: keys and values come from a low-rank latent.
 
@@ -156,6 +135,11 @@ class LatentAttention:
             raise ValueError(
                 "config: query_rank must not be None with an indexer, which reads the "
                 "queries' latent"
+            )
+        if self.indexer is not None and self.indexer.head_dim < self.rope_dim:
+            raise ValueError(
+                "config: head_dim of the indexer must be at least the rotated dims, "
+                f"{self.rope_dim}; got {self.indexer.head_dim}"
             )
 
 
@@ -371,12 +355,10 @@ class ModelConfig:
                 "config: query_scaling must be None with latent attention, which does "
                 f"not have it; got {self.query_scaling}"
             )
-        indexer = self.indexer
-        if indexer is not None and self.max_length > indexer.top_k:
+        if self.indexer is not None and self.attention_softcap is not None:
             raise ValueError(
-                f"config: max_length must be at most {indexer.top_k}, the number of "
-                "keys that the indexer lets a query see; got "
-                f"{self.max_length}"
+                "config: attention_softcap must be None with an indexer; got "
+                f"{self.attention_softcap}"
             )
         tables = self.per_layer
         if tables is not None and tables.vocab_size < self.vocab_size:
@@ -409,6 +391,8 @@ class ModelConfig:
             )
         layers = [self.layer(index) for index in range(self.num_layers)]
         check_keys(layers)
+        if self.indexer is not None:
+            check_indexed(layers)
         for name in ("experts", "recurrence"):
             if (self.count(name) > 0) != (getattr(self, name) is not None):
                 raise ValueError(
@@ -541,9 +525,25 @@ class ModelConfig:
         return None if self.latent is None else self.latent.indexer
 
     @property
+    def selects(self) -> bool:
+        """Whether a sequence may be so long that its queries see chosen keys alone."""
+        return self.indexer is not None and self.max_length > self.indexer.top_k
+
+    def within(self, longest: int) -> "ModelConfig":
+        """The config for sequences of at most `longest` tokens.
+
+        It is without selection where none of them needs it. Otherwise it is the same.
+        """
+        indexer = self.indexer
+        if indexer is None or not self.selects or longest > indexer.top_k:
+            return self
+        return replace(self, max_length=indexer.top_k)
+
+    @property
     def meaning_of_length(self) -> str:
         """The name of `max_length`, for messages."""
-        if self.indexer is None or self.max_length < self.indexer.top_k:
+        indexer = self.indexer
+        if indexer is None or self.max_length == indexer.context or self.selects:
             return "context"
         return "context without its indexer (index_topk)"
 
@@ -569,13 +569,17 @@ class ModelConfig:
         """Number of heads, key width and value width of a layer's cache.
 
         None for a layer that keeps no keys. With latent attention the cache has one
-        head, whose key is the latent and the rotated key. Its value width is 0, because
-        values are computed from the latent.
+        head, whose key is the latent and the rotated key. Values are computed from the
+        latent, so in their place are the indexer's keys, or nothing.
         """
-        if not self.layer(layer).makes_keys:
+        spec, indexer = self.layer(layer), self.indexer
+        if not spec.makes_keys:
             return None
         if self.latent is not None:
-            return 1, self.latent.kv_rank + self.latent.rope_dim, 0
+            beside = 0
+            if indexer is not None and self.selects and spec.indexed:
+                beside = indexer.head_dim
+            return 1, self.latent.kv_rank + self.latent.rope_dim, beside
         heads = self.heads(layer)
         return heads.num_kv_heads, heads.head_dim, heads.head_dim
 

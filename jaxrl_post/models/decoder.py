@@ -33,6 +33,7 @@ from jaxrl_post.models.layers import (
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
+from jaxrl_post.models.selection import no_choice
 from jaxrl_post.models.vision.rows import PictureTokens
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
 from jaxrl_post.types import Array, Float, Int
@@ -110,7 +111,7 @@ def forward(
 
     Raises:
         ValueError: `ends` together with `kv_view`; rows in chunks, of a model with
-            states.
+            states or of one that chooses keys.
     """
     if kv_view is not None and ends is not None:
         raise ValueError(
@@ -291,6 +292,8 @@ class _Place:
     inputs: Array | None = None
     # Added to the layer's output, [tokens, hidden]; zeros for tokens of text.
     level: Array | None = None
+    # The keys that the last layer with an indexer chose; None for full attention.
+    choice: Array | None = None
     # None with a cache, or for a model without states.
     past: Past | None = None
     # The experts to choose, [batch, length, layers with experts, chosen]; of a layer,
@@ -326,6 +329,12 @@ def _run(
                 "token, and cp cuts rows into chunks; use a mesh without cp"
             )
         past = Past.of(config, positions, ends)
+    if config.selects and indices is not None:
+        raise ValueError(
+            f"forward: the indexers of {config.model_type} choose among all tokens of "
+            "a row, and cp cuts rows into chunks; use a mesh without cp, or a config "
+            f"with a max_length of at most index_topk; got {config.max_length}"
+        )
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     levels: list[Array | None] = [None] * config.num_layers
     if pictures is not None:
@@ -388,7 +397,7 @@ def _unrolled(
     kv_view: KVView | None,
 ) -> tuple[Array, list[Any], list[Any]]:
     """Runs one layer after the other."""
-    entries, routed = [], []
+    entries, routed, choice = [], [], None
     for index, (layer, place) in enumerate(zip(layers, places, strict=True)):
         source = config.layer(index).keys_of
         if source is not None:
@@ -396,8 +405,8 @@ def _unrolled(
         else:
             entry = None if kv_view is None else kv_view.layer(index)
         step = functools.partial(_layer, config, index, rules)
-        hidden, entry, found = _remat(step, remat)(
-            layer, hidden, dataclasses.replace(place, entry=entry)
+        hidden, entry, found, choice = _remat(step, remat)(
+            layer, hidden, dataclasses.replace(place, entry=entry, choice=choice)
         )
         entries.append(entry)
         routed.append(found)
@@ -416,6 +425,7 @@ def _scan(
     entries: list[Any] = []
     routed: list[Any] = []
     num_levels = sum(place.level is not None for place in places)
+    choice = no_choice(config, places[0].positions.shape)
     for first, period, repeats in _repetitions(config, num_levels):
         numbers = range(first, first + period)
         steps = [
@@ -431,22 +441,22 @@ def _scan(
         lent = [None if source is None else entries[source] for source in sources]
 
         def body(
-            hidden: Array,
+            carry: tuple,
             each: tuple,
             steps: list = steps,
             own: Sequence[_Place] = places[first : first + period],
             lent: list = lent,
         ) -> tuple:
-            found = []
+            found, (hidden, choice) = [], carry
             for step, (layer, inputs, told), place, entry in zip(
                 steps, each, own, lent, strict=True
             ):
                 place = dataclasses.replace(
-                    place, inputs=inputs, told=told, entry=entry
+                    place, inputs=inputs, told=told, entry=entry, choice=choice
                 )
-                hidden, entry, one = step(layer, hidden, place)
+                hidden, entry, one, choice = step(layer, hidden, place)
                 found.append((entry, one))
-            return hidden, tuple(found)
+            return (hidden, choice), tuple(found)
 
         groups = [
             tuple(
@@ -456,7 +466,7 @@ def _scan(
             for i in range(repeats)
         ]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
-        hidden, found = jax.lax.scan(body, hidden, stacked)
+        (hidden, choice), found = jax.lax.scan(body, (hidden, choice), stacked)
         for i in range(repeats):
             for entry, one in jax.tree.map(lambda leaf, i=i: leaf[i], found):
                 entries.append(entry)
@@ -509,7 +519,7 @@ def _layer(
     params: LayerParams[Array],
     hidden: Array,
     place: _Place,
-) -> tuple[Array, Entry, Any]:
+) -> tuple[Array, Entry, Any, Array | None]:
     """Runs one layer: its mixer, then its MLP or experts, as far as it has them."""
 
     def add(hidden: Array, branch: Array, weight: Array | None) -> Array:
@@ -518,10 +528,10 @@ def _layer(
             branch = scaled(branch, config.residual_scale)
         return constrain(hidden + branch, ("batch", "hidden"), rules)
 
-    spec, entry, routed = config.layer(index), None, None
+    spec, entry, routed, choice = config.layer(index), None, None, None
     if spec.mixer is not None:
         x = _normed(config, hidden, params.attention_norm)
-        branch, entry = _mixed(config, index, params, x, place, rules)
+        branch, entry, choice = _mixed(config, index, params, x, place, rules)
         hidden = add(hidden, branch, params.attention_post_norm)
     if spec.mlp is not None:
         branch, routed = _mlp(config, index, params, hidden, place, rules)
@@ -533,7 +543,7 @@ def _layer(
         hidden = hidden * jax.lax.stop_gradient(params.scale)
     if place.level is not None:
         hidden = hidden + place.level
-    return hidden, entry, routed
+    return hidden, entry, routed, choice
 
 
 def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
@@ -587,15 +597,16 @@ def _mixed(
     x: Array,
     place: _Place,
     rules: Rules,
-) -> tuple[Array, Entry]:
-    """Attention or a recurrence; and what `_run` keeps of its keys or its state."""
+) -> tuple[Array, Entry, Array | None]:
+    """Attention or a recurrence; what `_run` keeps of its keys; and chosen keys."""
     entry = place.entry
     assert place.positions is not None
     if params.attention is None:
         assert not isinstance(entry, LayerCache | KeysValues)
         shape = place.positions.shape
         past, kernels = place.past, place.kernels
-        return recurrent(config, params, x, shape, past, entry, rules, kernels)
+        found = recurrent(config, params, x, shape, past, entry, rules, kernels)
+        return *found, None
     assert not isinstance(entry, StateCache)
     context = Context(
         positions=place.positions,
@@ -605,11 +616,13 @@ def _mixed(
         window=config.window(index),
         entry=entry,
         kernels=place.kernels,
+        choice=place.choice,
     )
+    choice = None
     if config.latent is None:
         branch, entry = grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
     else:
-        branch, entry = latent_attention(
+        branch, entry, choice = latent_attention(
             config,
             config.latent,
             params.attention,  # type: ignore[arg-type]
@@ -618,4 +631,5 @@ def _mixed(
             rules,
         )
     kept = config.lends_keys(index) or isinstance(entry, LayerCache)
-    return branch, entry if kept and config.layer(index).makes_keys else None
+    kept = kept and config.layer(index).makes_keys
+    return branch, entry if kept else None, choice

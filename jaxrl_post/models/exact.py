@@ -68,6 +68,12 @@ def check_exact(config: ModelConfig, parts: int) -> None:
             f"rope_scaling of the kind {scaling.kind} rotates a token by the length of "
             "its sequence, which the sampler does not know yet"
         )
+    if config.selects and config.indexer is not None:
+        raise ValueError(
+            f"{config.model_type} chooses the keys of sequences of more than "
+            f"{config.indexer.top_k} tokens (index_topk) by scores that sampler and "
+            f"trainer round differently; got a context of {config.max_length}"
+        )
     layers = [layer.attention for layer in param_specs(config).layers]
     specs = next(layer for layer in layers if layer is not None)
     joint = getattr(specs, "query_norm", None)

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-__all__ = ["HeadSpec", "LayerSpec", "PerLayerEmbedding", "check_keys"]
+__all__ = [
+    "HeadSpec",
+    "Indexer",
+    "LayerSpec",
+    "PerLayerEmbedding",
+    "check_indexed",
+    "check_keys",
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class LayerSpec:
         window: sliding window of attention in tokens, None for full attention.
         rotated: whether attention has rotary embeddings.
         indexed: whether sparse attention has an indexer here. Without one, a query sees
-            the keys that it sees in the layer before.
+            the keys that were chosen in the last layer that has one.
         heads: the heads of attention; None for the config's.
         keys_of: the earlier layer whose keys and values attention reads. Such a layer
             makes no keys and values, and has none in a cache. None for its own.
@@ -133,6 +140,51 @@ def check_keys(layers: Sequence[LayerSpec]) -> None:
                     f"config: {name} of layer {index} must be {theirs}, as in layer "
                     f"{spec.keys_of}, whose keys it reads; got {own}"
                 )
+
+
+def check_indexed(layers: Sequence[LayerSpec]) -> None:
+    """Checks that sparse attention has keys to choose from in every layer.
+
+    Raises:
+        ValueError: the first layer has no indexer, or a layer has a window.
+    """
+    if not layers[0].indexed:
+        raise ValueError(
+            "config: indexed of layer 0 must be True with an indexer: no layer comes "
+            "before it whose choice it could use; got False"
+        )
+    for index, spec in enumerate(layers):
+        if spec.window is not None:
+            raise ValueError(
+                f"config: window of layer {index} must be None with an indexer, which "
+                f"chooses among all earlier tokens; got {spec.window}"
+            )
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse attention, which chooses the keys that a query sees.
+
+    Queries of sequences of at most `top_k` tokens see all keys. A config whose
+    `max_length` is no more than `top_k` has no longer ones, so it computes nothing with
+    the indexer's parameters; `models.selection` has the mathematics of the others.
+
+    Attributes:
+        top_k: number of keys that a query sees.
+        num_heads: heads of the indexer.
+        head_dim: width of its heads, at least the rotated dims.
+        context: context length of the sparse model, in tokens.
+        interleaved: neighbouring dims of its heads rotate together, not the two halves.
+
+    References:
+        DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
+    """
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    context: int = 4096
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

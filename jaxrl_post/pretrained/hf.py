@@ -146,16 +146,6 @@ def load(
     if head is not None:
         _check_head(directory, config.head, head)
         config = replace(config, head=head)
-    if config.indexer is not None and config.max_length < config.indexer.context:
-        logger.warning(
-            "%s: attention is sparse beyond index_topk=%d tokens, which is not "
-            "supported: sequences may have %d of the model's %d tokens; the indexers' "
-            "weights are kept as they are",
-            directory,
-            config.indexer.top_k,
-            config.max_length,
-            config.indexer.context,
-        )
     specs = param_specs(config)
     if not weights:
         return config, abstract(specs, wanted, mesh, rules)

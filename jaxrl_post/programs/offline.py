@@ -266,15 +266,16 @@ def _run(
             should_stop=should_stop,
         )
 
-    def checked(config: OfflineConfig, model: Model) -> OfflineConfig:
+    def checked(config: OfflineConfig, model: Model) -> tuple[OfflineConfig, Model]:
         check_context(model.config, config.max_tokens, "--max-tokens")
         if not model.config.predicts_tokens:
             # Fail now, not when saving, if the family cannot save this head.
             write_config(model.config)
+        model = model.within(config.max_tokens)
         if config.epochs is None:
-            return config
+            return config, model
         size = job.fitting(model.tokenizer).size("train")
-        return with_steps(config, size, config.examples_per_step)
+        return with_steps(config, size, config.examples_per_step), model
 
     with open_run(
         fetched,

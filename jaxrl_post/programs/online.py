@@ -189,7 +189,7 @@ def _fitting(
 
 def _measured(
     fitting: Fitting, algorithm: Algorithm, config: RLConfig, model: Model
-) -> RLConfig:
+) -> tuple[RLConfig, Model]:
     """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and sizes."""
     if algorithm.value_objective is not None:
         check_critic(config, model)
@@ -198,6 +198,8 @@ def _measured(
     require_same_ids(config.critic.model, model, "--critic.model")
     weights = sampler_layouts(config, model)[0]
     if config.exact:
+        # Exact mode has no selection of keys: longer sequences are refused.
+        model = model.within(1)
         _check_exact(model, weights)
         if config.kernels not in ("auto", "xla"):
             _LOGGER.warning(
@@ -210,8 +212,9 @@ def _measured(
     config = with_steps(config, size, config.rollout.prompts_per_step)
     rollout = dataclasses.replace(config.rollout, max_prompt_tokens=longest)
     split = split_size("batch", weights.mesh, model.rules.with_context_as_batch())
-    engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
-    return dataclasses.replace(config, rollout=rollout)
+    sizes = engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
+    config = dataclasses.replace(config, rollout=rollout)
+    return config, model.within(sizes.max_length)
 
 
 def _check_exact(model: Model, weights: SamplerLayout) -> None:

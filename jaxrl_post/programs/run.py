@@ -241,7 +241,7 @@ def open_run[Config: RunConfig](
     memory: Callable[[Config, Model], MemoryTable],
     tasks: TaskSets | None = None,
     head: Head = "lm",
-    complete: Callable[[Config, Model], Config] = lambda config, model: config,
+    complete: Callable[[Config, Model], tuple[Config, Model]] = lambda *both: both,
     warm_start: Callable[[Config, Model], Model] = lambda config, model: model,
 ) -> Iterator[Run[Config]]:
     """Opens a run: locks its directory, checks its options, opens its model.
@@ -255,7 +255,8 @@ def open_run[Config: RunConfig](
         tasks: of the environment, if it has them from one; a resumed run must have the
             same.
         head: of the model.
-        complete: fills in options that depend on the abstract model, and checks them.
+        complete: fills in options that depend on the abstract model, and checks them;
+            also returns the model for sequences of the run's length.
         warm_start: trains a preset before the first step. The returned model is saved
             in the folder `initial`, from which a resumed run starts.
 
@@ -315,7 +316,7 @@ def open_run[Config: RunConfig](
             model = dataclasses.replace(model, published=published)
         # Fail before the warm start, which takes minutes.
         lora_of(config.lora, model.config)
-        config = complete(config, model)
+        config, model = complete(config, model)
         if config.epochs is not None:
             # `complete` has set the steps.
             config = with_horizons(config, began, str(directory.path))

@@ -36,7 +36,8 @@ class DeviceFunctions:
     Every function but `empty` donates the cache. Nothing is compiled before a call.
 
     Attributes:
-        config: the model's configuration.
+        config: the model's configuration; stored for sequences of these sizes
+            (`ModelConfig.within`).
         sizes: the engine's sizes.
         dtype: dtype of the KV cache, as in `KVCache.zeros`.
         mesh: mesh of the parameters; None on one device.
@@ -63,7 +64,9 @@ class DeviceFunctions:
     )
 
     def __post_init__(self) -> None:
-        sizes, config = self.sizes, self.config
+        sizes = self.sizes
+        config = self.config.within(sizes.max_length)
+        object.__setattr__(self, "config", config)
         if config.has_states and (sizes.guesses or self.draft is not None):
             raise ValueError(
                 f"Engine: guesses is {sizes.guesses}, and the states of "

@@ -1,6 +1,7 @@
-"""Sparse attention: its indexer is kept, and sequences that need it are refused."""
+"""Sparse attention: its indexer is kept, and a run's context is with it or without."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,11 +13,15 @@ import pytest
 from jaxrl_post import models, pretrained
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.learner.model import check_context
+from jaxrl_post.envs.tasks.arithmetic import Arithmetic
+from jaxrl_post.examples.texts import environment_tokenizer
+from jaxrl_post.learner.model import check_context, describe_model
 from jaxrl_post.learner.state import make_optimizer
-from jaxrl_post.sampler import Engine, EngineConfig
+from jaxrl_post.pretrained.families import write_config
+from tests import tiny
 
-FIXTURE = Path(__file__).parents[1] / "parity" / "fixtures" / "glm_moe_dsa_shared"
+FIXTURE = Path(__file__).parents[1] / "parity" / "fixtures" / "glm_moe_dsa_choosing"
+make_tokenizer = partial(environment_tokenizer, Arithmetic())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd", "adafactor"])
@@ -56,19 +61,40 @@ def test_the_small_parts_of_the_indexer_stay_float32():
     assert indexer.queries.dtype == indexer.keys.dtype == jnp.bfloat16
 
 
-def test_longer_sequences_are_refused_by_name():
+def test_the_context_is_the_models_own():
     config, _ = pretrained.load(FIXTURE, weights=False)
-    assert config.max_length == 24
-    check_context(config, 24, "--max-tokens")
-    message = r"24, the model's context without its indexer \(index_topk\); got 25"
+    assert (config.max_length, config.indexer.top_k) == (64, 8)
+    check_context(config, 64, "--max-tokens")
+    with pytest.raises(ConfigError, match="64, the model's context; got 65"):
+        check_context(config, 65, "--max-tokens")
+
+
+def test_without_selection_longer_sequences_are_refused_by_name():
+    config, _ = pretrained.load(FIXTURE, weights=False)
+    config = config.within(1)
+    check_context(config, 8, "--max-tokens")
+    message = r"8, the model's context without its indexer \(index_topk\); got 9"
     with pytest.raises(ConfigError, match=message):
-        check_context(config, 25, "--max-tokens")
-    sizes = EngineConfig(num_slots=1, max_prompt_tokens=16, max_tokens=16)
-    message = r"longer than the model's context without its indexer \(index_topk\) of"
-    with pytest.raises(ValueError, match=message):
-        Engine(config, sizes)
-    with pytest.raises(ValueError, match="max_length must be at most 24"):
-        dataclasses.replace(config, max_length=64)
+        check_context(config, 9, "--max-tokens")
+    assert write_config(config)["max_position_embeddings"] == 64
+
+
+@pytest.mark.meshes
+def test_with_cp_the_context_is_without_selection(caplog, tmp_path):
+    config, _ = pretrained.load(FIXTURE, weights=False)
+    config = dataclasses.replace(config, vocab_size=300)
+    tokenizer = make_tokenizer(300)
+    pretrained.save(tmp_path, config, tiny.params(config), tokenizer=tokenizer)
+    options = {"dtype": "float32", "make_tokenizer": make_tokenizer}
+    model = describe_model(str(tmp_path), mesh="fsdp4,cp2", **options)
+    assert (model.config.max_length, model.config.selects) == (8, False)
+    assert "with cp, sequences may have 8 of the model's 64 tokens" in caplog.text
+    caplog.clear()
+    whole = describe_model(str(tmp_path), mesh="fsdp8", **options)
+    assert whole.config.selects
+    assert not whole.within(8).config.selects
+    assert whole.within(9).config == whole.config
+    assert "sequences may have" not in caplog.text
 
 
 def test_an_indexer_needs_the_latent_of_queries():

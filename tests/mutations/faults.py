@@ -9,6 +9,7 @@ from tests.mutations.model_faults import MODELS
 from tests.mutations.picture_faults import PICTURES
 from tests.mutations.protocol_faults import PROTOCOLS
 from tests.mutations.sampler_faults import SAMPLER
+from tests.mutations.selection_faults import SELECTION
 from tests.mutations.serve_faults import SERVE
 from tests.mutations.tool_faults import TOOLS
 from tests.mutations.vision_faults import VISION
@@ -618,6 +619,7 @@ FAULTS = [
     *KERNELS,
     *MODELS,
     *SAMPLER,
+    *SELECTION,
     *SERVE,
     *TOOLS,
     *VISION,

@@ -89,6 +89,8 @@ SHARED_EXPERTS = {
 }
 
 INDEXER = {"index_topk": 32, "index_n_heads": 2, "index_head_dim": 12}
+# Rows of six times as many tokens. With two heads many scores would be 0, and ties.
+CHOOSING = {"index_topk": 8, "index_n_heads": 6, "index_head_dim": 12}
 
 # The latents' norms have an epsilon of their own, so the others' is a large one here.
 LATENT_ATTENTION = {
@@ -624,6 +626,21 @@ KIN = {
          "indexer_types": ["full", "shared", "full"],
          "mlp_layer_types": ["sparse", "dense", "dense"]},
         rope("default"),
+    ),
+    "deepseek_v32_choosing": Case(
+        "deepseek_v32",
+        {**LATENT, **CHOOSING, "n_group": 4, "topk_group": 2},
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+             mscale_all_dim=1.0),
+        length=48,
+    ),
+    "glm_moe_dsa_choosing": Case(
+        "glm_moe_dsa",
+        {**LATENT, **CHOOSING, "num_hidden_layers": 5, "first_k_dense_replace": 5,
+         "indexer_types": ["full", "shared", "shared", "full", "shared"],
+         "mlp_layer_types": ["dense"] * 5},
+        rope("default"),
+        length=48,
     ),
     "youtu": Case(
         "youtu",

@@ -23,6 +23,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 EVERY_DAY = {
     "mixtral", "qwen2_sliding_from_layer_1", "gemma2", "gemma3_text",
     "phi3_partial_longrope_within", "smollm3", "deepseek_v3", "gpt_oss", "lfm2",
+    "deepseek_v32_choosing", "glm_moe_dsa_choosing",
     "qwen3_5_text", "nemotron_h", "gemma4_text",
 }  # fmt: skip
 FAMILIES = (
@@ -33,7 +34,7 @@ FAMILIES = (
     "gpt_oss", "ministral3", "youtu", "lfm2", "lfm2_biases_untied", "lfm2_moe",
     "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
     "nemotron_h_released", "gemma4_text", "gemma4_text_experts",
-    "gemma4_text_every_part",
+    "gemma4_text_every_part", "deepseek_v32_choosing", "glm_moe_dsa_choosing",
 )  # fmt: skip
 # These are models of another family, or have one inside.
 SEEING = {
@@ -43,7 +44,7 @@ SEEING = {
 # Another's decoder under other keys, and so another's sampler.
 ALIKE = {
     "ministral", "internlm3", "iquestcoder", "cwm", "dots1", "solar_open",
-    "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
+    "glm4_moe_lite",
 }  # fmt: skip
 PROMPT = 8  # As in make_fixtures.py.
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -93,5 +94,6 @@ def test_every_family_has_a_case():
         "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite",
         "smollm3", "seed_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss",
         "ministral3", "youtu", "lfm2", "lfm2_moe", "minimax_m2", "qwen3_5_text",
-        "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "gemma4_text",
+        "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "gemma4_text", "deepseek_v32",
+        "glm_moe_dsa",
     }  # fmt: skip

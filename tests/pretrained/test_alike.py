@@ -174,13 +174,13 @@ def test_experts_where_keys_are_absent():
     assert not dots.experts.normalize
 
 
-def test_the_indexer_limits_the_context_and_is_written_back():
+def test_the_indexer_is_read_and_written_back():
     v32 = read("deepseek_v32")
     assert v32.indexer == Indexer(2048, 64, 128, context=163840)
-    assert (v32.max_length, v32.latent.query_rank) == (2048, 1536)
+    assert (v32.max_length, v32.latent.query_rank) == (163840, 1536)
     assert (v32.experts, v32.rope_interleaved) == (None, True)  # all 3 layers are dense
     glm5 = read("glm_moe_dsa", num_hidden_layers=8, max_position_embeddings=1024)
-    assert glm5.indexer == Indexer(2048, 32, 128, context=1024)
+    assert glm5.indexer == Indexer(2048, 32, 128, context=1024, interleaved=True)
     assert (glm5.max_length, glm5.rms_norm_eps) == (1024, 1e-5)
     assert (glm5.latent.nope_dim, glm5.latent.value_dim) == (192, 256)
     assert (dense_layers(glm5), glm5.experts.num_groups) == ([0, 1, 2], 1)

@@ -14,9 +14,9 @@ from jaxrl_post.kernels.attention.packed import Facts, Plan, Tiles, attend_packe
 from jaxrl_post.kernels.attention.reference import PLAIN, Scoring, attend, visible
 from jaxrl_post.kernels.dispatch import Implementation, choose
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
-from jaxrl_post.types import Array, Float, Int
+from jaxrl_post.types import Array, Float, Int, Num
 
-__all__ = ["QUERY_TILE", "TILE", "Sight", "attention"]
+__all__ = ["QUERY_TILE", "TILE", "Sight", "attention", "in_tiles"]
 
 # Queries per tile of the "xla" implementation over a cache, which holds one tile's
 # scores at a time.
@@ -139,9 +139,9 @@ def attention(
         mask = visible(positions, kv_positions, ends, window)
         return attend(query, key, value, mask, scale, softcap, sinks)
 
-    if ends is not None or implementation == "reference" or queries <= QUERY_TILE:
+    if ends is not None or implementation == "reference":
         return block(query, query_positions)
-    return _tiled(block, query, query_positions)
+    return in_tiles(block, QUERY_TILE, query, query_positions)
 
 
 def _unsupported_on_gpu(head_dim: int, value_dim: int) -> str | None:
@@ -244,21 +244,33 @@ def _packed(
     )(query, key, value, facts, sinks)
 
 
-def _tiled(block: Callable, query: Array, positions: Array) -> Array:
-    """Applies `block` to the tiles of queries one after another."""
-    queries = query.shape[1]
-    num_tiles = math.ceil(queries / QUERY_TILE)
-    padding = num_tiles * QUERY_TILE - queries
+def in_tiles(
+    block: Callable[..., Array], size: int, *arrays: Num[Array, "batch queries ..."]
+) -> Num[Array, "batch queries ..."]:
+    """Applies a function to tiles of queries, one after another.
+
+    The backward pass computes each tile again, so that memory grows with the tile.
+
+    Args:
+        block: of a tile of each array; returns an array [batch, size, ...].
+        size: queries in a tile; fewer queries are one tile.
+        *arrays: with as many queries each. Padded ones are 0.
+    """
+    queries = arrays[0].shape[1]
+    if queries <= size:
+        return block(*arrays)
+    num_tiles = math.ceil(queries / size)
+    padding = num_tiles * size - queries
 
     def split(array: Array) -> Array:
         widths = [(0, 0)] * array.ndim
         widths[1] = (0, padding)
         parts = jnp.pad(array, widths).reshape(
-            array.shape[0], num_tiles, QUERY_TILE, *array.shape[2:]
+            array.shape[0], num_tiles, size, *array.shape[2:]
         )
         return jnp.moveaxis(parts, 1, 0)
 
     step = jax.checkpoint(lambda tile: block(*tile))
-    out = jax.lax.map(step, (split(query), split(positions)))
-    out = jnp.moveaxis(out, 0, 1).reshape(query.shape[0], -1, *out.shape[-2:])
-    return out[:, :queries]
+    out = jax.lax.map(step, tuple(map(split, arrays)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :queries]

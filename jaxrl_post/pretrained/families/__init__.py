@@ -306,10 +306,15 @@ def _comparable(config: ModelConfig) -> ModelConfig:
     """Removes differences without a meaning, for a comparison of configs.
 
     Derived values replace None. `rope_scaling` is dropped, because it has fields that
-    its kind does not use; families write it exactly or raise.
+    its kind does not use; families write it exactly or raise. The context of a run
+    without selection is the run's alone.
     """
+    indexer, length = config.indexer, config.max_length
+    if indexer is not None and length == indexer.top_k:
+        length = indexer.context
     return replace(
         config,
+        max_length=length,
         rope_scaling=None,
         rotary_dim=config.rotated_dims,
         attention_scale=config.score_scale,

@@ -301,12 +301,13 @@ def _shared_layers(raw: Json, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in layers if max(layer - first + 1, 0) % every)
 
 
-def _indexed(heads: int, *, shares: bool) -> Key:
-    """The indexer; `shares`: layers may use the choice of the layer before them.
+def _indexed(heads: int, *, shares: bool, interleaved: bool) -> Key:
+    """The indexer.
 
     Args:
         heads: default number of heads.
-        shares: whether the family has such layers.
+        shares: whether layers may use the choice of a layer before them.
+        interleaved: as `Indexer.interleaved`.
     """
 
     def read(raw: Json, config: ModelConfig) -> ModelConfig:
@@ -326,10 +327,10 @@ def _indexed(heads: int, *, shares: bool) -> Key:
             num_heads=integer(raw, "index_n_heads", heads),
             head_dim=integer(raw, "index_head_dim", 128),
             context=context,
+            interleaved=interleaved,
         )
         return replace(
             config,
-            max_length=min(context, indexer.top_k),
             layers=config.changed_layers(
                 lambda i, spec: replace(spec, indexed=i not in layers)
             ),
@@ -362,24 +363,28 @@ def _sparse(
     architecture: str,
     defaults: Defaults,
     experts: MixtureOfExperts,
-    indexer: Key,
     latent: LatentAttention,
+    heads: int,
     *,
-    indexer_interleaved: bool,
+    shares: bool,
+    interleaved: bool,
 ) -> Family:
-    """A family whose latent attention is sparse beyond `index_topk` tokens."""
+    """A family whose latent attention is sparse beyond `index_topk` tokens.
+
+    `heads`, `shares` and `interleaved` are of the indexer, as in `_indexed`.
+    """
     return _family(
         architecture,
         defaults,
         fixed(
             rope_interleave=True,
-            indexer_rope_interleave=indexer_interleaved,
+            indexer_rope_interleave=interleaved,
             scoring_func="sigmoid",
             topk_method="noaux_tc",
         ),
         glm.balanced_experts(experts, _dense_by_type(glm.first_dense(3))),
         written(_write_types),
-        indexer,
+        _indexed(heads, shares=shares, interleaved=interleaved),
         latent=latent,
         options={"rope_interleaved": True},
         classifier=None,
@@ -392,17 +397,19 @@ DEEPSEEK_V32 = _sparse(
     "DeepseekV32",
     Defaults(max_length=163840),
     MixtureOfExperts(256, 8, 2048, scale=2.5, num_groups=8, groups_per_token=4),
-    _indexed(64, shares=False),
     LATENT,
-    indexer_interleaved=False,
+    heads=64,
+    shares=False,
+    interleaved=False,
 )
 GLM_MOE_DSA = _sparse(
     "GlmMoeDsa",
     Defaults(max_length=202752, rms_norm_eps=1e-5),
     MixtureOfExperts(256, 8, 2048, scale=2.5),
-    _indexed(32, shares=True),
     LatentAttention(
         kv_rank=512, nope_dim=192, rope_dim=64, value_dim=256, query_rank=2048
     ),
-    indexer_interleaved=True,
+    heads=32,
+    shares=True,
+    interleaved=True,
 )

@@ -79,7 +79,7 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
     """
     check_numbers(config)
     fetched = fetch(config, console=console, weights=False)
-    architecture = _architecture(fetched.config.model)
+    architecture = _architecture(fetched.config.model).within(_longest(config))
     counted = not config.compile or config.topology.partition(":")[0] in GPUS
     devices = (named_devices if counted else slice_devices)(config.topology)
     kind = devices[0].device_kind
@@ -130,6 +130,14 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
         tables.print_prediction(made, chip, assumptions(config, chip), console)
     if made:
         _judge(made, hbm, console)
+
+
+def _longest(config: PlanConfig) -> int:
+    """Tokens of the longest sequence; for a train step alone, the tokens of a row."""
+    rollout = config.rollout
+    if not rollout.prompts_per_step:
+        return config.row_tokens
+    return rollout.max_prompt_tokens + rollout.max_tokens
 
 
 def _planned(

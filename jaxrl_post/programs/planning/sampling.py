@@ -263,7 +263,7 @@ def make_sampler(
         params,
         placed(functions.pages_shape, functions.pages_shardings),
         ModelWork(
-            architecture,
+            functions.config,
             own,
             rules,
             dtype,
