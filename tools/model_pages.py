@@ -117,7 +117,7 @@ def _row(name: str) -> Iterator[str]:
     yield _yes(any(case.config.experts is not None for case in found))
     yield _states(config)
     yield _yes(not config.has_states)
-    yield _yes(not config.has_states)
+    yield "without `--exact`" if config.has_states else "yes"
     yield "yes" if _exact(config, 2) is None else "without `tp`"
     yield "LoRA, DoRA"
     yield _yes(family_of(config.model_type).classifier is not None)
@@ -172,7 +172,10 @@ def _with(found: list[Case]) -> Iterator[str]:
     if isinstance(config.recurrence, Mamba2):
         yield "Not under PEFT: adapters of `mamba_output` (`out_proj`)."
     if config.has_states:
-        yield "Not: `cp`, `--rollout.guesses`, `--rollout.draft`, JetStream."
+        yield (
+            "Not: `cp`, JetStream, `--rollout.guesses` with `--exact`, and as the model "
+            "of `--rollout.draft`."
+        )
     if family.classifier is None:
         yield "Not: reward models that are saved; transformers has no class for them."
     elif not family.judges_tokens:
