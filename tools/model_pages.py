@@ -173,8 +173,8 @@ def _with(found: list[Case]) -> Iterator[str]:
         yield "Not under PEFT: adapters of `mamba_output` (`out_proj`)."
     if config.has_states:
         yield (
-            "Not: `cp`, JetStream, `--rollout.guesses` with `--exact`, and as the model "
-            "of `--rollout.draft`."
+            "Not: `cp`, JetStream, `--rollout.guesses` with `--exact`, and as the "
+            "model of `--rollout.draft`."
         )
     if family.classifier is None:
         yield "Not: reward models that are saved; transformers has no class for them."

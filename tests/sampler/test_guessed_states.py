@@ -88,16 +88,14 @@ def guesser(model, sizes=GUESSING, **options):
     return engine
 
 
-def requests():
-    """Prompts of several chunks and pages; some samples stop, some within a pass."""
+def requests(stops=()):
+    """Prompts of several chunks and pages, of which two have stops."""
     rng = random.Random(0)
     samplings = (
         SamplingParams(max_tokens=12),
-        SamplingParams(temperature=0.3, max_tokens=11, stop_ids=tuple(range(4, 12))),
+        SamplingParams(temperature=0.3, max_tokens=11, stop_ids=stops),
         SamplingParams(temperature=0.0, max_tokens=11),
-        SamplingParams(
-            temperature=1.6, top_p=0.9, max_tokens=12, stop_ids=tuple(range(12, 20))
-        ),
+        SamplingParams(temperature=1.6, top_p=0.9, max_tokens=12, stop_ids=stops),
     )
     return [
         Request(number, draw(rng, 5 + 15 * number), 3, sampling=sampling)
@@ -106,14 +104,18 @@ def requests():
 
 
 def test_samples_are_those_without_guesses(model):
-    expected = model.engine(SIZES).generate(model.params, requests())
-    engine = guesser(model)
-    assert_same_samples(engine.generate(model.params, requests()), expected)
+    plain, engine = model.engine(SIZES), guesser(model)
+    whole = plain.generate(model.params, requests())
+    assert_same_samples(engine.generate(model.params, requests()), whole)
+    # In the middle of passes, too.
+    stops = tuple({int(done.tokens.ids[4 + n % 4]) for n, done in enumerate(whole)})
+    expected = plain.generate(model.params, requests(stops[:8]))
+    assert_same_samples(engine.generate(model.params, requests(stops[:8])), expected)
     # Some were stopped. Some guesses were right, and some were not.
     assert {done.finish_reason for done in expected} == {"length", "stop"}
     assert 1.1 < engine.guessing.tokens / engine.guessing.passes < 3
     # What others left in the slots does not matter.
-    assert_same_samples(engine.generate(model.params, requests()), expected)
+    assert_same_samples(engine.generate(model.params, requests()), whole)
 
 
 @pytest.mark.parametrize("seed", daily(range(100), {0, 1}))
@@ -122,7 +124,7 @@ def test_any_traffic(model, seed, pages):
     versions = model.params, echoing(model.config, seed=1)
     sizes = dataclasses.replace(GUESSING, cache_tokens=16 * pages)
     engine = any_traffic(model, sizes, seed, lambda version: versions[version % 2])
-    assert engine.guessing.tokens > 1.1 * engine.guessing.passes > 0
+    assert engine.guessing.tokens >= engine.guessing.passes + 10
 
 
 def test_a_turn_after_a_pass_that_ended_early(model):
