@@ -82,14 +82,14 @@ def model(request):
 
 
 def guesser(model, sizes=GUESSING, **options):
-    """An engine that guesses whatever that is worth."""
+    """An engine that guesses, at every cost and gain."""
     engine = model.engine(sizes, **options)
     engine.guessing.cost = -1.0
     return engine
 
 
 def requests(stops=()):
-    """Prompts of several chunks and pages, of which two have stops."""
+    """Prompts of several chunks and pages; samples of two of them may stop."""
     rng = random.Random(0)
     samplings = (
         SamplingParams(max_tokens=12),
@@ -114,7 +114,7 @@ def test_samples_are_those_without_guesses(model):
     # Some were stopped. Some guesses were right, and some were not.
     assert {done.finish_reason for done in expected} == {"length", "stop"}
     assert 1.1 < engine.guessing.tokens / engine.guessing.passes < 3
-    # What others left in the slots does not matter.
+    # The slots hold states of other samples by now.
     assert_same_samples(engine.generate(model.params, requests()), whole)
 
 

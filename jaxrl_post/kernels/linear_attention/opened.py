@@ -1,4 +1,4 @@
-"""Linear attention of a few tokens of which only the first may count.
+"""Linear attention of a few tokens, where perhaps only the first ones count.
 
 A sampler that guesses learns from the outputs of the tokens which of them count. Until
 then the state S before them is kept, with what each token writes: with G the sum of log
@@ -88,7 +88,7 @@ def linear_open(
     wrote: list[Array] = []
 
     def read(asked: Array, since: Array) -> Array:
-        """What a query finds of the tokens written so far, [batch, heads, value]."""
+        """Reads what the tokens wrote so far, [batch, heads, value]."""
         count = len(wrote)
         overlaps = jnp.sum(key[:, :count] * asked[:, None], axis=-1)
         weights = jnp.exp(since[:, :count]) * overlaps
