@@ -118,7 +118,7 @@ def _row(name: str) -> Iterator[str]:
     yield _states(config)
     short = "" if config.indexer is None else " up to `index_topk` tokens"
     yield _yes(not config.has_states) + short
-    yield _yes(not config.has_states)
+    yield "without `--exact`" if config.has_states else "yes"
     yield ("yes" if _exact(config, 2) is None else "without `tp`") + short
     yield "LoRA, DoRA"
     yield _yes(family_of(config.model_type).classifier is not None)
@@ -178,7 +178,10 @@ def _with(found: list[Case]) -> Iterator[str]:
     if config.indexer is not None:
         yield "Sequences of more than `index_topk` tokens: not with `cp` or `--exact`."
     if config.has_states:
-        yield "Not: `cp`, `--rollout.guesses`, `--rollout.draft`, JetStream."
+        yield (
+            "Not: `cp`, JetStream, `--rollout.guesses` with `--exact`, and as the "
+            "model of `--rollout.draft`."
+        )
     if family.classifier is None:
         yield "Not: reward models that are saved; transformers has no class for them."
     elif not family.judges_tokens:

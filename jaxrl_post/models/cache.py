@@ -71,10 +71,13 @@ class StateCache:
         state: an array [slots, ...], or several, after the tokens before these.
         counts: int32, number of tokens in this call that count in each slot. They come
             first; the others do not change the state. None if all count.
+        opened: whether the call leaves open how many of its tokens count: the layer
+            then returns in place of each array what gives it by `after(counts)`.
     """
 
     state: Any
     counts: Int[Array, " slots"] | None = None
+    opened: bool = struct.field(pytree_node=False, default=False)
 
     replace = dataclasses.replace
 
@@ -166,6 +169,7 @@ class KVCache:
         states: the state of each layer that has one, as `state_specs` has it; None
             for the other layers; () if no layer has one.
         counts: as `StateCache.counts`; None if all tokens count.
+        opened: as `StateCache.opened`.
     """
 
     keys: tuple[Entries | None, ...]
@@ -174,6 +178,7 @@ class KVCache:
     shared: SharedCache | None = None
     states: tuple[Any, ...] = ()
     counts: Int[Array, " slots"] | None = None
+    opened: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
     def zeros(
@@ -213,7 +218,9 @@ class KVCache:
         shared, keys, values = self.shared, self.keys[index], self.values[index]
         if keys is None or values is None:
             state = self.states[index] if self.states else None
-            return None if state is None else StateCache(state, self.counts)
+            if state is None:
+                return None
+            return StateCache(state, self.counts, self.opened)
         together = None
         if shared is not None:
             key, value = shared.keys[index], shared.values[index]

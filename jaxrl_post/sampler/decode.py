@@ -28,6 +28,7 @@ from jaxrl_post.models import (
 from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.models.recurrent import closed
 from jaxrl_post.models.vision import PictureTokens, RowPictures, with_pictures
 from jaxrl_post.sampler.drafting import Draft, propose
 from jaxrl_post.sampler.guessing import look_up
@@ -386,7 +387,10 @@ def _burst(
         keys, values, states = entries
         # A row that has stopped keeps its state.
         counts = active.astype(jnp.int32)
-        cache = KVCache(keys, values, *fixed, states=states, counts=counts)
+        # With guesses `body` says how many of the tokens count.
+        cache = KVCache(
+            *(keys, values, *fixed), states=states, counts=counts, opened=guesses > 0
+        )
         counted, chosen = jnp.broadcast_to(active[:, None], fed.shape), None
         if exact:
             hidden, after = exact_forward(
@@ -477,6 +481,9 @@ def _burst(
             chain = jnp.cumprod(right, axis=1, dtype=jnp.int32).astype(jnp.bool_)
             accepted = accepted.at[:, 1:].set(accepted[:, 1:] & chain)
         new = accepted.sum(axis=1, dtype=jnp.int32)
+        if guesses:
+            keys, values, states = entries
+            entries = keys, values, closed(states, new)
         stopped = (stops & accepted).any(axis=1)
         remaining = state.remaining - new
         counts = state.counts + new

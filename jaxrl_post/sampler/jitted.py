@@ -48,7 +48,8 @@ class DeviceFunctions:
 
     Raises:
         ValueError: the model's context does not allow the sizes, a part of the cache
-            would not hold one sample, or the model cannot be exact.
+            would not hold one sample, the model cannot be exact, or the draft model
+            has states.
         MeshError: the mesh does not divide the slots.
     """
 
@@ -67,11 +68,18 @@ class DeviceFunctions:
         sizes = self.sizes
         config = self.config.within(sizes.max_length)
         object.__setattr__(self, "config", config)
-        if config.has_states and (sizes.guesses or self.draft is not None):
+        if config.has_states and sizes.guesses and sizes.exact:
             raise ValueError(
-                f"Engine: guesses is {sizes.guesses}, and the states of "
-                f"{config.model_type} cannot be taken back where a guess was wrong; "
-                "take 0"
+                f"Engine: guesses is {sizes.guesses}, and exact mode has no states of "
+                f"{config.model_type} that can be taken back where a guess was wrong; "
+                "take 0, or exact=False"
+            )
+        if self.draft is not None and self.draft.config.has_states:
+            raise ValueError(
+                f"Engine: the draft model is a {self.draft.config.model_type}, whose "
+                "layers carry a state, and guesses are made one token after the other, "
+                "so that a state cannot be taken back where one was wrong; take a "
+                "model whose layers have keys"
             )
         if sizes.experts and (config.experts is None or sizes.exact):
             why = f"{config.model_type} has none"

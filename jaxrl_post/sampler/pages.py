@@ -115,8 +115,8 @@ class StateSlots:
 def read_states(
     config: ModelConfig, pages: Pages, slots: StateSlots | None, rules: Rules
 ) -> tuple[Any, ...]:
-    """Copies the states with which the rows of a call begin."""
-    if slots is None:
+    """Copies the states with which the rows of a call begin; () without any."""
+    if slots is None or not pages.states:
         return ()
 
     def read(states: Any, sources: Array) -> Any:

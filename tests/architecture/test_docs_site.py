@@ -158,7 +158,7 @@ def test_each_family_has_a_page_with_its_comparison():
         assert "5.24.0" in written
     qwen = models.page("qwen3_5_text")
     assert "gated delta nets" in qwen
-    assert "Not: `cp`, `--rollout.guesses`" in qwen
+    assert "Not: `cp`, JetStream, `--rollout.guesses` with `--exact`" in qwen
     assert "in_proj_qkv" in qwen
 
 

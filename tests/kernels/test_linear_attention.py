@@ -14,6 +14,7 @@ from jaxrl_post.kernels.linear_attention import (
     Places,
     linear_attention,
     linear_continued,
+    linear_open,
     linear_rows,
     linear_step,
     plan_rows,
@@ -252,3 +253,39 @@ def test_a_mesh_changes_nothing(mesh, rule):
         found,
         alone,
     )
+
+
+@RULES
+@pytest.mark.parametrize("decay", [-2.0, 3.0])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_open_tokens_are_the_recurrence_up_to_any_of_them(length, rule, decay):
+    """Outputs of all, and the state after each; states before may be of any size."""
+    tokens = inputs(length + 1, length, rule, decay=decay)
+    before = np.random.default_rng(2).normal(size=(length + 1, 4, 8, 6))
+    state = before = jnp.asarray(before.astype(np.float32))
+    outs, states = [], [before]
+    for at in range(length):
+        one = jax.tree.map(lambda each, at=at: each[:, at : at + 1], tokens)
+        out, state = linear_step(one, state)
+        outs.append(out)
+        states.append(state)
+    found, opened = linear_open(tokens, before)
+    np.testing.assert_allclose(found, jnp.concatenate(outs, axis=1), atol=1e-5)
+    # Row i counts i tokens.
+    counts = jnp.arange(length + 1, dtype=jnp.int32)
+    after = opened.after(counts)
+    expected = jnp.stack(states)[counts, counts]
+    np.testing.assert_allclose(after, expected, atol=1e-5)
+    np.testing.assert_array_equal(after[0], before[0])
+
+
+def test_what_does_not_count_of_open_tokens_changes_no_state():
+    """Not even by what is not finite."""
+    tokens = inputs(1, 4)
+    spoiled = jax.tree.map(lambda each: each.at[:, 2:].set(jnp.nan), tokens)
+    state = jnp.ones((1, 4, 8, 6), jnp.float32)
+    counts = jnp.array([2], jnp.int32)
+    found, expected = (
+        linear_open(each, state)[1].after(counts) for each in (spoiled, tokens)
+    )
+    np.testing.assert_array_equal(found, expected)

@@ -30,6 +30,7 @@ from jaxrl_post.sharding import create_mesh
 from tests import tiny
 from tests.tiers import daily
 
+CONVOLUTION = ShortConvolution(kernel=3, bias=True)
 CONFIGS = {
     "convolution": dataclasses.replace(
         tiny.CONFIG,
@@ -37,7 +38,7 @@ CONFIGS = {
         num_layers=4,
         qk_norm="head",
         tie_embeddings=True,
-        recurrence=ShortConvolution(kernel=3, bias=True),
+        recurrence=CONVOLUTION,
         layers=tuple(
             map(LayerSpec, ("recurrence", "recurrence", "attention", "recurrence"))
         ),
@@ -247,18 +248,24 @@ def test_scores_of_a_prompt_are_the_trainers(model):
         model.check(prompt, done)
 
 
-@pytest.mark.parametrize("seed", daily(range(100), {0, 1}))
-@pytest.mark.parametrize("pages", [0, 26])
-def test_any_traffic(model, seed, pages):
-    """Prompts, branches, turns and stops at random, in a cache that is full or not."""
+def any_traffic(model, sizes, seed, params_of, **options) -> Engine:
+    """Prompts, branches, turns and stops at random; all log-probs are the trainer's.
+
+    Args:
+        model: gives the config.
+        sizes: of the engine.
+        seed: of the traffic.
+        params_of: the parameters of a version.
+        **options: of the engine.
+    """
     rng = random.Random(seed)
-    sizes = dataclasses.replace(SIZES, cache_tokens=16 * pages)
-    sampler, texts = model.engine(sizes), [draw(rng, 20)]
+    sampler, texts = model.engine(sizes, **options), [draw(rng, 20)]
+    sampler.guessing.cost = -1.0
     slots = [tree.states.room for tree in sampler.scheduler.trees]
     # States of delta nets are heavy here.
-    assert slots == [20 if model is MODELS["convolution"] else 10]
+    assert slots == [20 if model.config.recurrence == CONVOLUTION else 10]
     waiting, sent = {}, 0
-    params, version = model.params, 0
+    version, params = 0, params_of(0)
     for _ in range(60):
         if rng.random() < 0.6 and len(waiting) < 12:
             start = rng.choice(texts)
@@ -277,7 +284,7 @@ def test_any_traffic(model, seed, pages):
                     model.check(prompt, done, params)
         if rng.random() < 0.05 and not waiting:
             version += 1
-            params = tiny.params(model.config, seed=version % 2)
+            params = params_of(version)
         for done in sampler.step(params, version=version):
             prompt = waiting.pop((done.prompt_id, done.sample_index))
             model.check(prompt, done, params)
@@ -288,6 +295,16 @@ def test_any_traffic(model, seed, pages):
     sampler.scheduler.prefill()
     # No slot is lost.
     assert [tree.states.room for tree in sampler.scheduler.trees] == slots
+    return sampler
+
+
+@pytest.mark.parametrize("seed", daily(range(100), {0, 1}))
+@pytest.mark.parametrize("pages", [0, 26])
+def test_any_traffic(model, seed, pages):
+    """In a cache that is full or not."""
+    versions = model.params, tiny.params(model.config, seed=1)
+    sizes = dataclasses.replace(SIZES, cache_tokens=16 * pages)
+    any_traffic(model, sizes, seed, lambda version: versions[version % 2])
 
 
 def wrong(name: str, patch: pytest.MonkeyPatch) -> None:
@@ -348,9 +365,3 @@ def test_a_mesh_changes_nothing(model, mesh):
     for done in found:
         model.check(prompts[done.prompt_id], done)
     model.check(again[0].prompt, turn)
-
-
-def test_guesses_and_drafts_are_refused(model):
-    sizes = dataclasses.replace(SIZES, guesses=2)
-    with pytest.raises(ValueError, match=r"guesses is 2, and the states of .* cannot"):
-        model.engine(sizes)

@@ -8,6 +8,7 @@ cache the inputs of the earlier tokens are found in the row, along the path.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from flax import struct
 
 from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import StateCache
@@ -19,12 +20,31 @@ from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int, previous_tokens
 
 __all__ = [
+    "OpenWindow",
     "earlier_tokens",
     "exact_convolution",
     "inputs_before",
     "short_convolution",
     "weighted_sum",
 ]
+
+
+@struct.dataclass
+class OpenWindow:
+    """The inputs that tokens see, and their own; a state after any number of them.
+
+    Attributes:
+        line: the state before the tokens, then the tokens' inputs.
+        distances: number of tokens before each one, the length of a state.
+    """
+
+    line: Float[Array, "batch line *channels"]
+    distances: int = struct.field(pytree_node=False)
+
+    def after(self, counts: Int[Array, " batch"]) -> Float[Array, "batch distances *c"]:
+        """The state after the first `counts` tokens of each row, int32."""
+        last = counts[:, None] + jnp.arange(self.distances, dtype=jnp.int32)
+        return _taken(self.line, last)
 
 
 def short_convolution(
@@ -177,7 +197,7 @@ def inputs_before(
     earlier: Int[Array, "distances batch length"] | None,
     state: Float[Array, "batch distances *channels"] | None,
     counts: Int[Array, " batch"] | None,
-) -> tuple[list[Float[Array, "batch length *channels"]], Array | None]:
+) -> tuple[list[Float[Array, "batch length *channels"]], Array | OpenWindow | None]:
     """The inputs of the tokens before each token, the oldest first.
 
     Args:
@@ -186,7 +206,7 @@ def inputs_before(
         earlier: of `earlier_tokens`; None with a state.
         state: the inputs of the tokens before the first, the oldest first.
         counts: int32, tokens of each row that count; they come first. None without a
-            state.
+            state, or if it is left open how many do.
 
     Returns:
         The inputs by distance, and the state after the counted tokens.
@@ -196,9 +216,8 @@ def inputs_before(
         return [_at(inputs, each) for each in earlier[::-1]], None
     length = inputs.shape[1]
     line = jnp.concatenate([state.astype(inputs.dtype), inputs], axis=1)
-    assert counts is not None
-    last = counts[:, None] + jnp.arange(distances, dtype=jnp.int32)
-    kept = _taken(line, last).astype(state.dtype)
+    window = OpenWindow(line.astype(state.dtype), distances)
+    kept = window if counts is None else window.after(counts)
     return [line[:, i : i + length] for i in range(distances)], kept
 
 
@@ -208,7 +227,7 @@ def _before(
     """As `inputs_before`, with a layer's part of a cache."""
     if entry is None:
         return inputs_before(inputs, distances, earlier, None, None)[0], None
-    counts = entry.counted(inputs.shape)
+    counts = None if entry.opened else entry.counted(inputs.shape)
     seen, kept = inputs_before(inputs, distances, None, entry.state, counts)
     return seen, entry.replace(state=kept)
 

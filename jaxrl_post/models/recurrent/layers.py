@@ -1,16 +1,25 @@
 """Layers that carry a state: which kind a layer is, and the paths of its tokens."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.kernels.linear_attention import Places, StatePlan, plan_trees
+from jaxrl_post.kernels.linear_attention import (
+    OpenMemory,
+    Places,
+    StatePlan,
+    plan_trees,
+)
 from jaxrl_post.kernels.row_tiles import CountedRows
 from jaxrl_post.models.cache import StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.params import LayerParams
 from jaxrl_post.models.recurrences import ShortConvolution
 from jaxrl_post.models.recurrent.convolution import (
+    OpenWindow,
     earlier_tokens,
     exact_convolution,
     short_convolution,
@@ -26,7 +35,7 @@ from jaxrl_post.models.recurrent.mamba import MAMBA2
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Past", "exact_recurrent", "recurrent"]
+__all__ = ["Past", "closed", "exact_recurrent", "recurrent"]
 
 
 @struct.dataclass
@@ -65,6 +74,24 @@ class Past:
         if exact:
             return cls(earlier, places=Places.of_trees(earlier[0], ends))
         return cls(earlier, plan_trees(earlier[0], ends))
+
+
+def closed(states: tuple[Any, ...], counts: Int[Array, " slots"]) -> tuple[Any, ...]:
+    """The states after the tokens that count, of a call that left open how many do.
+
+    Args:
+        states: of all layers, as a call with `KVCache.opened` returns them.
+        counts: int32, tokens of each slot that count; they come first. With 0 a slot's
+            states stay as they were.
+
+    Returns:
+        As `KVCache.states`.
+    """
+
+    def left(each: Any) -> bool:
+        return isinstance(each, OpenMemory | OpenWindow)
+
+    return jax.tree.map(lambda each: each.after(counts), states, is_leaf=left)
 
 
 def recurrent(

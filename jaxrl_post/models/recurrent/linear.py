@@ -18,6 +18,7 @@ from jaxrl_post.kernels.linear_attention import (
     StatePlan,
     linear_attention,
     linear_continued,
+    linear_open,
     linear_rows,
     linear_step,
     plan_rows,
@@ -106,7 +107,9 @@ def linear(
         out = linear_attention(tokens, past[1], rules)
     else:
         counts, memory = entry.counted(shape), entry.state.memory
-        if shape[1] == 1:
+        if entry.opened:
+            out, memory = linear_open(tokens, memory)
+        elif shape[1] == 1:
             tokens = _counted(tokens, counts > 0)
             out, memory = linear_step(tokens, memory, rules, kernels)
         else:
@@ -226,12 +229,13 @@ def _seen(
     inputs: list[Array],
     earlier: Array | None,
     entry: StateCache | None,
-) -> tuple[Seen, list[Array | None]]:
+) -> tuple[Seen, list[Any]]:
     """The inputs of the convolutions, and what the next tokens need of them."""
-    before: list[Array | None] = [None] * 3
+    before: list[Any] = [None] * 3
     counts, distances = None, params.query_kernel.shape[0] - 1
     if entry is not None:
-        state, counts = entry.state, entry.counted(inputs[0].shape)
+        state = entry.state
+        counts = None if entry.opened else entry.counted(inputs[0].shape)
         before = [state.query, state.key, state.value]
     found = [
         inputs_before(each, distances, earlier, held, counts)

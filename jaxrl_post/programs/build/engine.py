@@ -75,10 +75,14 @@ def make_engine(
         kernels: as `Engine` has it.
 
     Raises:
-        ConfigError: guesses, for a model with states or by one.
+        ConfigError: guesses by a draft model with states, or in exact mode for one.
     """
-    if rollout.guesses:
-        _check_states("guesses", model.config)
+    if exact and rollout.guesses and model.config.has_states:
+        raise ConfigError(
+            f"--rollout.guesses: layers of {model.config.model_type} carry a state, "
+            "which exact mode cannot take back where a guess was wrong; drop "
+            "--rollout.guesses or --exact"
+        )
     sizes = engine_sizes(
         rollout,
         split_size("batch", weights.mesh, model.rules.with_context_as_batch()),
@@ -104,14 +108,6 @@ def make_engine(
     )
 
 
-def _check_states(option: str, config: ModelConfig) -> None:
-    if config.has_states:
-        raise ConfigError(
-            f"--rollout.{option}: layers of {config.model_type} carry a state, which "
-            "cannot be taken back where a guess was wrong; drop the option"
-        )
-
-
 def sampler_memory(
     rollout: RolloutConfig, model: Model, weights: SamplerLayout, *, versions: int = 1
 ) -> SamplerMemory:
@@ -126,8 +122,6 @@ def sampler_memory(
     Raises:
         ConfigError, MeshError: as `make_engine`.
     """
-    if rollout.guesses:
-        _check_states("guesses", model.config)
     rules, mesh = model.rules.with_context_as_batch(), weights.mesh
     split = split_size("batch", mesh, rules)
     sizes = engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
@@ -157,8 +151,8 @@ def _open_draft(
     """Opens the model that guesses, on the sampler's mesh; abstract without `read`.
 
     Raises:
-        ConfigError: its tokenizer has other ids than the sampled model's, or its
-            context is shorter than the longest sample.
+        ConfigError: its tokenizer has other ids than the sampled model's, its layers
+            carry states, or its context is shorter than the longest sample.
         MeshError: the mesh does not divide it.
     """
     if directory is None:
@@ -169,7 +163,12 @@ def _open_draft(
         config, params = pretrained.load(directory, head="lm", weights=read, **layout)
     except MeshError as error:
         raise MeshError(f"--rollout.draft: {error}") from error
-    _check_states("draft", config)
+    if config.has_states:
+        raise ConfigError(
+            f"--rollout.draft: layers of {directory}, a {config.model_type}, carry a "
+            "state, which a draft cannot take back where a guess was wrong; use a "
+            "model whose layers have keys, or drop the option"
+        )
     context = context_of(config)
     if context < longest:
         raise ConfigError(
