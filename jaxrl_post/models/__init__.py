@@ -24,11 +24,9 @@ from jaxrl_post.models.decoder import (
     forward,
     forward_with_experts,
     forward_with_routing,
-    logits,
-    unembedding,
-    values,
 )
 from jaxrl_post.models.experts import RouterInputs, Routing
+from jaxrl_post.models.layers import logits, unembedding, values
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.recurrences import GatedDelta, Mamba2, ShortConvolution
 from jaxrl_post.models.spec import ParamSpec, abstract, initialize

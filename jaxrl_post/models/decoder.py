@@ -27,7 +27,6 @@ from jaxrl_post.models.layers import (
     per_layer_rows,
     per_layer_update,
     scaled,
-    softcap,
     unit_norm,
 )
 from jaxrl_post.models.params import DecoderParams, LayerParams
@@ -44,10 +43,6 @@ __all__ = [
     "forward",
     "forward_with_experts",
     "forward_with_routing",
-    "logits",
-    "logits_of",
-    "unembedding",
-    "values",
 ]
 
 # Activations of a layer that are kept for the backward pass: all; only the results of
@@ -208,66 +203,6 @@ def forward_with_routing(
     )
     count = told.mask.sum(dtype=jnp.float32)
     return hidden, Routing(assigned, probability, squared, count, *changed)
-
-
-def unembedding(params: DecoderParams[Array]) -> Float[Array, "vocab hidden"]:
-    """Returns the matrix from hidden states to logits; tied: the embedding."""
-    return params.embedding if params.unembedding is None else params.unembedding
-
-
-def logits(
-    params: DecoderParams[Array],
-    config: ModelConfig,
-    hidden: Float[Array, "*batch hidden"],
-) -> Float[Array, "*batch vocab"]:
-    """Maps hidden states to float32 logits."""
-    return logits_of(config, unembedding(params), hidden)
-
-
-def logits_of(
-    config: ModelConfig,
-    weight: Float[Array, "vocab hidden"],
-    hidden: Float[Array, "*batch hidden"],
-) -> Float[Array, "*batch vocab"]:
-    """Maps hidden states to float32 logits by a matrix, such as `unembedding`.
-
-    Args:
-        config: gives the divisor and cap of the logits.
-        weight: rows of the vocabulary.
-        hidden: final hidden states.
-    """
-    product = jnp.einsum(
-        "...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32
-    )
-    if config.logit_divisor != 1.0:
-        product = product / config.logit_divisor
-    return softcap(product, config.logit_softcap)
-
-
-def values(
-    params: DecoderParams[Array], hidden: Float[Array, "*batch hidden"]
-) -> Float[Array, "*batch"]:
-    """Maps hidden states to the value head's float32 outputs, one per token.
-
-    For a process reward model the value is the logit z_1 - z_0 of a right step.
-
-    Raises:
-        ValueError: the parameters have no value head.
-    """
-    judge = params.process_head
-    weight = params.value_head if judge is None else judge.weight
-    if weight is None:
-        raise ValueError(
-            'values: the parameters have no value head; make them with head="value", '
-            '"lm+value" or "process" in the model\'s config'
-        )
-    outputs = jnp.einsum(
-        "...d,nd->...n", hidden, weight, preferred_element_type=jnp.float32
-    )
-    if judge is None:
-        return outputs[..., 0]
-    outputs = outputs + judge.bias.astype(jnp.float32)
-    return outputs[..., 1] - outputs[..., 0]
 
 
 # A layer's part of a cache; in training, its keys and values if other layers read them.

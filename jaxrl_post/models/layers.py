@@ -1,4 +1,4 @@
-"""The small parts of a layer: norms, projections, the gated MLP.
+"""The small parts of a model: norms, projections, the gated MLP, the heads.
 
 And embeddings of tokens for every layer (`PerLayerEmbedding` has the mathematics).
 
@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from jaxrl_post.models.config import Activation, ModelConfig
 from jaxrl_post.models.embedding import lookup
 from jaxrl_post.models.matrix import Matrix, multiply
-from jaxrl_post.models.params import MLPParams, PerLayerInputParams, PerLayerParams
+from jaxrl_post.models.params import (
+    DecoderParams,
+    MLPParams,
+    PerLayerInputParams,
+    PerLayerParams,
+)
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 
@@ -26,6 +31,8 @@ __all__ = [
     "add_bias",
     "embed",
     "inner_mlp",
+    "logits",
+    "logits_of",
     "mlp",
     "norm",
     "per_layer_inputs",
@@ -35,7 +42,9 @@ __all__ = [
     "scaled",
     "softcap",
     "to_heads",
+    "unembedding",
     "unit_norm",
+    "values",
 ]
 
 # Constants of GPT-OSS's activation: slope of the sigmoid, and bound of both inputs.
@@ -235,3 +244,63 @@ def per_layer_update(
     """Returns the update of the residual stream at a layer's end."""
     inner = activated(config.activation, project(hidden, params.gate), inputs)
     return norm(config, project(inner, params.output), params.norm)
+
+
+def unembedding(params: DecoderParams[Array]) -> Float[Array, "vocab hidden"]:
+    """Returns the matrix from hidden states to logits; tied: the embedding."""
+    return params.embedding if params.unembedding is None else params.unembedding
+
+
+def logits(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    hidden: Float[Array, "*batch hidden"],
+) -> Float[Array, "*batch vocab"]:
+    """Maps hidden states to float32 logits."""
+    return logits_of(config, unembedding(params), hidden)
+
+
+def logits_of(
+    config: ModelConfig,
+    weight: Float[Array, "vocab hidden"],
+    hidden: Float[Array, "*batch hidden"],
+) -> Float[Array, "*batch vocab"]:
+    """Maps hidden states to float32 logits by a matrix, such as `unembedding`.
+
+    Args:
+        config: gives the divisor and cap of the logits.
+        weight: rows of the vocabulary.
+        hidden: final hidden states.
+    """
+    product = jnp.einsum(
+        "...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32
+    )
+    if config.logit_divisor != 1.0:
+        product = product / config.logit_divisor
+    return softcap(product, config.logit_softcap)
+
+
+def values(
+    params: DecoderParams[Array], hidden: Float[Array, "*batch hidden"]
+) -> Float[Array, "*batch"]:
+    """Maps hidden states to the value head's float32 outputs, one per token.
+
+    For a process reward model the value is the logit z_1 - z_0 of a right step.
+
+    Raises:
+        ValueError: the parameters have no value head.
+    """
+    judge = params.process_head
+    weight = params.value_head if judge is None else judge.weight
+    if weight is None:
+        raise ValueError(
+            'values: the parameters have no value head; make them with head="value", '
+            '"lm+value" or "process" in the model\'s config'
+        )
+    outputs = jnp.einsum(
+        "...d,nd->...n", hidden, weight, preferred_element_type=jnp.float32
+    )
+    if judge is None:
+        return outputs[..., 0]
+    outputs = outputs + judge.bias.astype(jnp.float32)
+    return outputs[..., 1] - outputs[..., 0]

@@ -19,7 +19,7 @@ from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.kernels.next_token import next_token
 from jaxrl_post.kernels.next_token.reference import draw, select, weigh
 from jaxrl_post.models import DecoderParams, ModelConfig, unembedding
-from jaxrl_post.models.decoder import logits_of
+from jaxrl_post.models.layers import logits_of
 from jaxrl_post.sampler.limits import Changes
 from jaxrl_post.sampler.truncation import (
     CANDIDATES,

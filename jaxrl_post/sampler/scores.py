@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_post.kernels.next_token.reference import weigh
 from jaxrl_post.models import DecoderParams, ModelConfig, unembedding
-from jaxrl_post.models.decoder import logits_of
+from jaxrl_post.models.layers import logits_of
 from jaxrl_post.sampler.requests import (
     MOST_ALTERNATIVES,
     Alternatives,
