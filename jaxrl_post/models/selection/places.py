@@ -1,4 +1,4 @@
-"""What choosing and attending share: the mark of no key, codes, and split rows."""
+"""The mark of no key, codes as numbers, and the rows of each device of a mesh."""
 
 from collections.abc import Callable
 from typing import Any
