@@ -3,8 +3,8 @@
 The sampler is the part that generates completions, on the trainer's devices.
 """
 
-from jaxrl_post.sampler.drafting import Draft
 from jaxrl_post.sampler.engine import Engine
+from jaxrl_post.sampler.guessing import Draft
 from jaxrl_post.sampler.port import Sampler
 from jaxrl_post.sampler.requests import Completion, Request, SamplingParams
 from jaxrl_post.sampler.sizes import EngineConfig

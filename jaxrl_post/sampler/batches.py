@@ -9,7 +9,7 @@ from jaxrl_post.models.vision import RowPictures, row_pictures
 from jaxrl_post.models.vision_config import VisionInputs
 from jaxrl_post.pictures.numbered import without
 from jaxrl_post.pictures.positions import rotary_positions
-from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.calls import PrefillRows, Progress, Rows
 from jaxrl_post.sampler.limits import no_changes
 from jaxrl_post.sampler.pages import Shared, StateSlots
 from jaxrl_post.sampler.prefixes import Path, num_pages
@@ -27,7 +27,7 @@ def prefill_calls(
     sizes: EngineConfig,
     split: int,
     vision: VisionInputs | None = None,
-) -> Iterator[tuple[device.PrefillRows, list[tuple[int, Chunk]]]]:
+) -> Iterator[tuple[PrefillRows, list[tuple[int, Chunk]]]]:
     """Makes the arguments of the calls of `decode.prefill_states` for some chunks.
 
     Args:
@@ -48,7 +48,7 @@ def scored_calls(
     sizes: EngineConfig,
     split: int,
     vision: VisionInputs | None = None,
-) -> Iterator[tuple[device.PrefillRows, Targets, list[tuple[int, Chunk]]]]:
+) -> Iterator[tuple[PrefillRows, Targets, list[tuple[int, Chunk]]]]:
     """Makes the arguments of calls that also score the tokens of their chunks.
 
     Args:
@@ -109,7 +109,7 @@ def _prefill_rows(
     length: int,
     sizes: EngineConfig,
     vision: VisionInputs | None,
-) -> device.PrefillRows:
+) -> PrefillRows:
     split = len(parts)
     tokens = np.zeros((split * count, length), np.int32)
     starts, lengths = (np.zeros((split * count,), np.int32) for _ in range(2))
@@ -140,7 +140,7 @@ def _prefill_rows(
     pictures = None
     if vision is not None:
         tokens, pictures = _pictures(vision, parts, count, tokens)
-    return device.PrefillRows(tokens, starts, lengths, pages, shared, states, pictures)
+    return PrefillRows(tokens, starts, lengths, pages, shared, states, pictures)
 
 
 def _pictures(
@@ -170,7 +170,7 @@ def rows(
     vocab_size: int = 0,
     history: bool = False,
     vision: VisionInputs | None = None,
-) -> device.Rows:
+) -> Rows:
     """Makes the arguments of `decode.decode`: samples as far as the host knows them.
 
     Args:
@@ -189,8 +189,8 @@ def rows(
         length = sizes.history(longest + sizes.steps_per_call)
         said = np.zeros((count, length), np.int32)
     integers = lambda: np.zeros((count,), np.int32)  # noqa: E731
-    progress = device.Progress(integers(), integers(), integers(), integers())
-    made = device.Rows(
+    progress = Progress(integers(), integers(), integers(), integers())
+    made = Rows(
         progress=progress,
         remaining=integers(),
         prompt_ids=np.zeros((count,), np.uint32),

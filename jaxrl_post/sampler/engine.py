@@ -18,10 +18,9 @@ from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, ModelConfig, param_specs
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler import batches
-from jaxrl_post.sampler import decode as device
-from jaxrl_post.sampler.drafting import Draft
+from jaxrl_post.sampler.calls import Emitted, Progress
 from jaxrl_post.sampler.fitting import check_request
-from jaxrl_post.sampler.guessing import Guessing
+from jaxrl_post.sampler.guessing import Draft, Guessing
 from jaxrl_post.sampler.jitted import shared_functions
 from jaxrl_post.sampler.limits import first_stop
 from jaxrl_post.sampler.pages import Pages
@@ -48,9 +47,9 @@ class _Running(NamedTuple):
     """A burst that was dispatched and not yet collected."""
 
     burst: Burst
-    emitted: device.Emitted
+    emitted: Emitted
     passes: Array
-    progress: device.Progress
+    progress: Progress
     guesses: int
     version: int
 
@@ -400,7 +399,7 @@ class Engine:
         params: DecoderParams[Array],
         burst: Burst,
         version: int,
-        before: device.Progress | None = None,
+        before: Progress | None = None,
     ) -> None:
         """Starts a burst, with the progress of the one before it if that is running."""
         split, by_row = self._functions.split, self._functions.by_row

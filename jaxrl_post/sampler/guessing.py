@@ -12,11 +12,18 @@ References:
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
-from jaxrl_post.types import Array, Int
+from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
+from jaxrl_post.models.decoder import Execution
+from jaxrl_post.sampler.pages import Pages
+from jaxrl_post.sampler.sampling import Drawing, SamplingArrays, sample_next
+from jaxrl_post.sharding import Rules
+from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Guessing", "look_up"]
+__all__ = ["Draft", "Guessing", "look_up", "propose"]
 
 # Tokens of a history's end that are compared with earlier places.
 LONGEST_MATCH = 3
@@ -66,6 +73,82 @@ def look_up(
     follows = place + 1 + jnp.arange(count, dtype=jnp.int32) % period
     found = jnp.take_along_axis(history, jnp.clip(follows, 0, length - 1), axis=1)
     return jnp.where(best >= 0, found, -1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draft:
+    """A draft model, on the sampler's mesh; its parameters do not change.
+
+    Attributes:
+        config: the model's configuration. Its vocabulary may differ in size from the
+            sampled model's, but a token must have the same id in both.
+        params: the parameters.
+        pages: in a burst, its cache, with all tokens of the rows but those to feed;
+            donated by the engine. None outside of one.
+    """
+
+    config: ModelConfig
+    params: DecoderParams[Array]
+    pages: Pages | None = None
+
+
+def propose(
+    draft: Draft,
+    tokens: Int[Array, " rows"],
+    positions: Int[Array, "rows width"],
+    uniforms: Float[Array, "rows width"],
+    sampling: SamplingArrays,
+    cache: KVCache,
+    rules: Rules,
+    *,
+    truncate: bool,
+    kernels: Implementation,
+) -> tuple[Int[Array, "rows guesses"], KVCache]:
+    """Guesses the next tokens, one fewer than positions.
+
+    The last guess is fed too: if all are right, the next pass begins behind it.
+
+    Args:
+        draft: the draft model.
+        tokens: int32, the tokens to feed first.
+        positions: int32, of the tokens that are fed.
+        uniforms: float32 in [0, 1), of the tokens that are drawn.
+        sampling: sampling parameters of the rows.
+        cache: the draft model's, with all tokens before.
+        rules: sharding of activations.
+        truncate: static, as in `sampling.sample`.
+        kernels: static, as in `models.forward`.
+
+    Returns:
+        int32 ids of the guesses, and the cache with the tokens that were fed.
+    """
+
+    def step(state: tuple[Array, KVCache], inputs: tuple[Array, Array]):
+        fed, cache = state
+        at, uniform = inputs
+        hidden, cache = forward(
+            draft.params,
+            draft.config,
+            fed[:, None],
+            positions=at[:, None],
+            kv_view=cache,
+            rules=rules,
+            execution=Execution(kernels=kernels),
+        )
+        drawn = sample_next(
+            draft.params,
+            draft.config,
+            hidden[:, 0],
+            uniform,
+            sampling,
+            Drawing(truncate, kernels=kernels),
+            rules=rules,
+        )
+        return (drawn.tokens, cache), drawn.tokens
+
+    inputs = positions.T, uniforms.T
+    (_, cache), guesses = jax.lax.scan(step, (tokens, cache), inputs)
+    return guesses[:-1].T, cache
 
 
 @dataclasses.dataclass

@@ -18,7 +18,8 @@ from jaxrl_post.models.cache import state_specs
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler import decode as device
-from jaxrl_post.sampler.drafting import Draft
+from jaxrl_post.sampler.calls import Burst, Prefilled
+from jaxrl_post.sampler.guessing import Draft
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.sampling import Drawing
 from jaxrl_post.sampler.scores import token_scores
@@ -237,7 +238,7 @@ class DeviceFunctions:
 
     def burst(
         self, *, truncate: bool, guesses: int = 0, alternatives: int = 0
-    ) -> device.Burst:
+    ) -> Burst:
         """A burst of `decode`.
 
         Args:
@@ -245,7 +246,7 @@ class DeviceFunctions:
             guesses: tokens that a pass guesses.
             alternatives: as in `sampling.Drawing`.
         """
-        return device.Burst(
+        return Burst(
             self.sizes.steps_per_call,
             Drawing(truncate, self.sizes.kept_ids, alternatives, self.kernels),
             self.split,
@@ -255,7 +256,7 @@ class DeviceFunctions:
             self.sizes.experts,
         )
 
-    def _prefilled(self, params: Any, pages: Pages, rows: Any) -> device.Prefilled:
+    def _prefilled(self, params: Any, pages: Pages, rows: Any) -> Prefilled:
         return device.prefill_states(
             params,
             self.config,

@@ -135,7 +135,7 @@ SAMPLER = [
     ),
     Fault(
         "the draft model is not fed with its last guess",
-        "sampler/drafting.py::propose",
+        "sampler/guessing.py::propose",
         "inputs = positions.T, uniforms.T\n"
         "(_, cache), guesses = jax.lax.scan(step, (tokens, cache), inputs)\n"
         "return guesses[:-1].T, cache",
@@ -160,7 +160,7 @@ SAMPLER = [
     ),
     Fault(
         "the draft model draws with other noise",
-        "sampler/drafting.py::propose",
+        "sampler/guessing.py::propose",
         "inputs = positions.T, uniforms.T",
         "inputs = positions.T, uniforms.T[::-1]",
         "sampler/test_drafting.py",

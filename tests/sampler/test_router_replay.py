@@ -21,7 +21,7 @@ from jaxrl_post.models import (
     forward_with_experts,
 )
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
-from jaxrl_post.sampler.drafting import Draft
+from jaxrl_post.sampler.guessing import Draft
 from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
 from tests import tiny

@@ -26,7 +26,7 @@ from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.rollout.weights import MovedArrays, Relayout
 from jaxrl_post.sampler import Request, SamplingParams, batches
-from jaxrl_post.sampler.decode import PrefillRows, Rows
+from jaxrl_post.sampler.calls import PrefillRows, Rows
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.pages import Shared
 from jaxrl_post.sampler.scheduler import Scheduler

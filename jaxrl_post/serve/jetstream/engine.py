@@ -23,7 +23,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.sampler import EngineConfig, SamplingParams, batches
-from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.calls import PrefillRows
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.prefixes import Segment
 from jaxrl_post.sampler.scheduler import Chunk
@@ -378,7 +378,7 @@ class JetStreamEngine:
             np.asarray(index, np.uint32),
         )
 
-    def _chunks(self, prompt: list[int]) -> Iterator[device.PrefillRows]:
+    def _chunks(self, prompt: list[int]) -> Iterator[PrefillRows]:
         """The calls that prefill a prompt; each reads what those before it computed."""
         segment = Segment(None, 0, prompt)
         segment.pages = list(range(pages_for(len(prompt))))

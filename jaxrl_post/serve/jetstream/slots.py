@@ -15,6 +15,7 @@ from flax import struct
 from jaxrl_post.models import DecoderParams
 from jaxrl_post.sampler import EngineConfig, SamplingParams
 from jaxrl_post.sampler import decode as device
+from jaxrl_post.sampler.calls import Burst, Progress, Rows
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.pages import Pages, Shared
 from jaxrl_post.sampler.sampling import Drawing, SamplingArrays
@@ -57,7 +58,7 @@ class DecodeState:
     """
 
     pages: Pages
-    progress: device.Progress
+    progress: Progress
     sampled: Int[HostOrDevice, " slots"]
     lengths: Int[HostOrDevice, " slots"]
     noise_ids: UInt[HostOrDevice, " slots"]
@@ -106,7 +107,7 @@ class SlotFunctions:
         def empty() -> DecodeState:
             zeros = [jnp.zeros((slots,), jnp.int32) for _ in range(6)]
             ids = [jnp.zeros((slots,), jnp.uint32) for _ in range(2)]
-            progress = device.Progress(*zeros[:4])
+            progress = Progress(*zeros[:4])
             pages = self._pages(slots * self.slot_pages)
             return DecodeState(pages, progress, *zeros[4:], *ids)
 
@@ -127,7 +128,7 @@ class SlotFunctions:
             progress = state.progress
             return DecodeState(
                 pages=pages,
-                progress=device.Progress(
+                progress=Progress(
                     tokens=progress.tokens.at[slot].set(prefix.last),
                     positions=progress.positions.at[slot].set(prefix.length - 1),
                     remaining=progress.remaining.at[slot].set(self.sizes.max_tokens),
@@ -160,7 +161,7 @@ class SlotFunctions:
                 key,
                 np.int32(0),
                 self.functions.rules,
-                device.Burst(
+                Burst(
                     1,
                     Drawing(self.sampling.truncates, kernels=self.functions.kernels),
                     kernels=self.functions.kernels,
@@ -184,7 +185,7 @@ class SlotFunctions:
             out = self.state_shardings, self.functions.replicated
         return jax.jit(generate, donate_argnums=1, out_shardings=out)
 
-    def _rows(self, state: DecodeState) -> device.Rows:
+    def _rows(self, state: DecodeState) -> Rows:
         """The slots as `decode` takes them: a prompt is what a group of one shares."""
         slots, sampling = self.sizes.num_slots, self.sampling
         first = self.slot_pages * jnp.arange(slots, dtype=jnp.int32)[:, None]
@@ -192,7 +193,7 @@ class SlotFunctions:
         begins = PAGE * jnp.arange(self.prompt_pages, dtype=jnp.int32)
         filled = jnp.clip(state.lengths[:, None] - begins, 0, PAGE)
         stops = jnp.asarray(sampling.stop_ids, jnp.int32)
-        return device.Rows(
+        return Rows(
             progress=state.progress,
             remaining=state.progress.remaining,
             prompt_ids=state.noise_ids,
@@ -221,7 +222,7 @@ class SlotFunctions:
         replicated = self.functions.replicated
         if replicated is None:
             return None
-        progress = device.Progress(*[replicated] * 4)
+        progress = Progress(*[replicated] * 4)
         others = [replicated] * 4
         return DecodeState(self.functions.pages_shardings, progress, *others)
 
