@@ -360,6 +360,7 @@ def _scan(
     entries: list[Any] = []
     routed: list[Any] = []
     num_levels = sum(place.level is not None for place in places)
+    assert places[0].positions is not None
     choice = no_choice(config, places[0].positions.shape)
     for first, period, repeats in _repetitions(config, num_levels):
         numbers = range(first, first + period)
