@@ -26,13 +26,16 @@ trap 'rm -rf "$work"' EXIT
 "$theirs" tests/parity/make_fixtures.py "$work/fixtures"
 "$theirs" tests/parity/make_chat_fixtures.py "$work/fixtures"
 "$theirs" tests/parity/make_vision_fixtures.py "$work/vision"
+"$theirs" tests/parity/make_picture_rows.py write "$work/fixtures" "$work/vision/rows"
 "$theirs" tests/parity/adapters/theirs.py write "$work/fixtures" "$work/adapters"
 "$theirs" tests/parity/classifiers/theirs.py write \
     "$work/fixtures" "$work/classifiers"
 .venv/bin/python -m pytest tests/parity --parity-fixtures "$work/fixtures" \
     --vision-fixtures "$work/vision"
-.venv/bin/python tests/parity/save_ours.py "$work/fixtures" "$work/saved"
+.venv/bin/python tests/parity/save_ours.py \
+    "$work/fixtures" "$work/saved" "$work/vision/rows"
 "$theirs" tests/parity/check_saved.py "$work/fixtures" "$work/saved"
+"$theirs" tests/parity/make_picture_rows.py check "$work/fixtures" "$work/saved/whole"
 .venv/bin/python tests/parity/adapters/save_ours.py \
     "$work/fixtures" "$work/adapters_saved"
 "$theirs" tests/parity/adapters/theirs.py check \

@@ -1,9 +1,9 @@
 """Loads every fixture and saves it again, for check_saved.py to look at.
 
-    python tests/parity/save_ours.py FIXTURES SAVED
+    python tests/parity/save_ours.py FIXTURES SAVED ROWS
 
 Each checkpoint is saved once in the dtype that it was stored in, in one file, and once
-in float32, in several.
+in float32, in several. A model of which ROWS has rows with pictures is saved whole too.
 """
 
 import sys
@@ -14,8 +14,11 @@ import jax.numpy as jnp
 from jaxrl_post import pretrained
 
 
-def main(fixtures: Path, saved: Path) -> None:
-    """Writes SAVED/as_stored/NAME and SAVED/float32_shards/NAME for every NAME."""
+def main(fixtures: Path, saved: Path, rows: Path) -> None:
+    """Writes SAVED/as_stored/NAME, SAVED/float32_shards/NAME and SAVED/whole/NAME."""
+    for name in sorted(path.stem for path in rows.glob("*.npz")):
+        config, params = pretrained.load(fixtures / name, vision=True)
+        pretrained.save(saved / "whole" / name, config, params)
     for folder in sorted(path.parent for path in fixtures.glob("*/expected.npz")):
         config, params = pretrained.load(folder)
         pretrained.save(saved / "as_stored" / folder.name, config, params)
@@ -29,6 +32,6 @@ def main(fixtures: Path, saved: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: save_ours.py FIXTURES SAVED")
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) != 4:
+        sys.exit("usage: save_ours.py FIXTURES SAVED ROWS")
+    main(*map(Path, sys.argv[1:]))

@@ -26,6 +26,7 @@ from jaxrl_post.pictures.positions import PictureSpan, mrope_positions
 from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 
 HERE = Path(__file__).parent
+MODELS, ROWS = HERE / "fixtures", HERE / "vision_fixtures" / "rows"
 NAMES = [
     "qwen2_5_vl", "qwen2_5_vl_tied", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     "qwen3_5_moe",
@@ -33,13 +34,22 @@ NAMES = [
 TOLERANCE = 1e-4
 
 
+@pytest.fixture(autouse=True, scope="module")
+def folders(request):
+    """Takes fresh fixtures, if `make parity` names them."""
+    options = request.config.getoption
+    fresh = options("--parity-fixtures", None), options("--vision-fixtures", None)
+    global MODELS, ROWS
+    MODELS = fresh[0] or MODELS
+    ROWS = fresh[1] / "rows" if fresh[1] else ROWS
+    load.cache_clear()
+
+
 @functools.cache
 def load(name):
     """Config, parameters, and what transformers computes."""
-    config, params = pretrained.load(
-        HERE / "fixtures" / name, dtype=jnp.float32, vision=True
-    )
-    with np.load(HERE / "vision_fixtures" / "rows" / f"{name}.npz") as stored:
+    config, params = pretrained.load(MODELS / name, dtype=jnp.float32, vision=True)
+    with np.load(ROWS / f"{name}.npz") as stored:
         return config, params, dict(stored)
 
 
