@@ -3,7 +3,7 @@
     python tests/parity/save_ours.py FIXTURES SAVED ROWS
 
 Each checkpoint is saved once in the dtype that it was stored in, in one file, and once
-in float32, in several. A model of which ROWS has rows with pictures is saved whole too.
+in float32, in several. Models that have rows with pictures in ROWS are saved whole too.
 """
 
 import sys
