@@ -75,7 +75,7 @@ LOOKED_FOR = [
     ("rollout_skip", f"{NOT}#algorithms"),
     ("disaggregation", f"{HOW_TO}/samplers.md"),
     ("kv-offload", f"{NOT}#sampling"),
-    ("router_replay", "--algorithm.correction.kind"),
+    ("router_replay", "--rollout.router-replay"),
     ("max_off_policy_steps", "--rollout.partial"),
     ("async", "--rollout.ahead"),
     ("weight-broadcast", "docs/explanation/one-set-of-arrays.md"),
