@@ -49,7 +49,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(chunk):
 
 
 @pytest.mark.parametrize("sizes", [SIZES, GUESSING], ids=["plain", "guesses"])
-@pytest.mark.parametrize("seed", daily(range(20), {0, 1}))
+@pytest.mark.parametrize("seed", daily(range(20), {0}))
 def test_any_traffic(sizes, seed):
     """Prompts, branches, turns, stops and samples that are taken back, at random."""
     rng = random.Random(seed)
