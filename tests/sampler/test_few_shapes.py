@@ -59,7 +59,7 @@ def traffic(sizes: EngineConfig, bursts: int, seed: int):
             scheduler.submit(Request(prompts, tokens, samples, sampling=sampling))
             prompts += 1
             unfinished += samples
-        for rows in prefill_calls(scheduler.prefill(), sizes, 1):
+        for rows, _ in prefill_calls(scheduler.prefill(), sizes, 1):
             shared = rows.shared and rows.shared.pages.shape
             prefill.add((rows.tokens.shape, shared))
         burst = scheduler.burst()
