@@ -247,7 +247,7 @@ def _progress(columns: Mapping[str, Any]) -> list[Progress]:
             rows.tolist(), ends, strict=True
         )
     ]
-    for at, lead in _leads(columns):
+    for at, lead in _leads(columns, whole.experts.shape[1:]):
         found[at] = found[at]._replace(tokens=found[at].tokens.led_by(lead))
     ended = _read(tuple[tuple[int, str | None, str, bool], ...], columns["ended"])
     for at, reason, error, refused in ended:
@@ -287,12 +287,19 @@ def _tokens(columns: Mapping[str, Any], rows: np.ndarray) -> Tokens:
     )
 
 
-def _leads(columns: Mapping[str, Any]) -> Iterator[tuple[int, np.ndarray]]:
+def _leads(
+    columns: Mapping[str, Any], width: tuple[int, ...]
+) -> Iterator[tuple[int, np.ndarray]]:
     """The samples whose `Tokens.lead` is there, each with it."""
     led = _read(tuple[tuple[int, int], ...], columns["led"])
     whole = _array(columns["lead"], np.int16, -2) if led else _NO_EXPERTS
     if sum(count for _, count in led) != len(whole) or any(min(e) < 0 for e in led):
         raise ValueError(f"{len(whole)} rows of experts are there, others are counted")
+    if led and whole.shape[1:] != width:
+        raise ValueError(
+            f"a prompt's experts are {whole.shape[1:]} for each token, and its answer's "
+            f"are {width}"
+        )
     end = 0
     for at, count in led:
         end += count

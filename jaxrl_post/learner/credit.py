@@ -35,8 +35,8 @@ def credited(
 
     # Credit reads no kept ids, up to 128 a token, no experts and no pictures: they stay
     # on the host.
-    kept = "kept", "experts", "pictures"
-    plain = [piece.replace(**dict.fromkeys(kept)) for piece in pieces]
+    unread = "kept", "experts", "pictures"
+    plain = [piece.replace(**dict.fromkeys(unread)) for piece in pieces]
     whole = jax.tree.map(np.asarray, credit(jax.tree.map(joined, *plain)))
     mask, metrics = whole.loss_mask, {}
     if whole.values_before is not None:
@@ -55,7 +55,9 @@ def credited(
         whole = whole.replace(raw_advantages=None)
     spans = zip([0, *ends[:-1]], ends, pieces, strict=True)
     found = [
-        rows(whole, begin, end).replace(**{name: getattr(piece, name) for name in kept})
+        rows(whole, begin, end).replace(
+            **{name: getattr(piece, name) for name in unread}
+        )
         for begin, end, piece in spans
     ]
     return found, metrics

@@ -251,6 +251,29 @@ def test_counts_that_overflow_are_refused():
             read_news(value)
 
 
+def test_experts_that_do_not_fit_are_refused():
+    chosen = np.zeros((2, 3, 2), np.int16)
+    tokens = Tokens.generated([1, 2], [0.0, 0.0], version=1, experts=chosen)
+    news = News(1, progress=[Progress(1, 0, 0, tokens.led_by(chosen))])
+
+    def changed(**columns: Any) -> Any:
+        value = unpack(pack(write_news(news)))
+        value["progress"] |= columns
+        return value
+
+    assert read_news(changed()).progress[0].tokens.lead.shape == (2, 3, 2)
+    for columns, why in (
+        ({"led": [[0, 1]]}, "2 rows of experts are there"),
+        ({"led": [[0, 3], [0, -1]]}, "2 rows of experts are there"),
+        ({"led": [[1, 2]]}, "cannot be read"),
+        ({"lead": np.zeros((2, 3, 4), np.int16)}, r"\(3, 4\) .* answer's are \(3, 2\)"),
+        ({"lead": np.zeros((2, 3), np.int16)}, "int16 is missing"),
+        ({"experts": np.zeros((3, 3, 2), np.int16)}, "equal length"),
+    ):
+        with pytest.raises(MessageError, match=why):
+            read_news(changed(**columns))
+
+
 def mutated(draw: random.Random, whole: bytes) -> bytes:
     """A message with a few bytes changed, cut out, doubled, or swapped in its JSON."""
     data = bytearray(whole)

@@ -337,10 +337,10 @@ def _fill(batch: TokenBatch, row: int, unit: Unit, start: int, before: _PathEnd)
     batch.versions[row, span] = sequence.tokens.versions
     if batch.experts is not None and sequence.tokens.experts.size:
         # A token's record names the experts of the token before it.
-        first, *_ = own = sequence.tokens.experts
+        own = sequence.tokens.experts
         batch.experts[row, start : start + size - 1] = own[1:]
-        if last is not None and (first >= 0).all():
-            batch.experts[row, last] = first
+        if last is not None and (own[0] >= 0).all():
+            batch.experts[row, last] = own[0]
     for name, field in OPTIONAL.items():
         if (array := getattr(sequence, name)) is not None:
             getattr(batch, field)[row, span] = array
