@@ -297,7 +297,7 @@ def _leads(
         raise ValueError(f"{len(whole)} rows of experts are there, others are counted")
     if led and whole.shape[1:] != width:
         raise ValueError(
-            f"a prompt's experts are {whole.shape[1:]} for each token, and its answer's "
+            f"a prompt's experts are {whole.shape[1:]} a token, and its answer's "
             f"are {width}"
         )
     end = 0
