@@ -322,6 +322,7 @@ def _check_vision(config: RLConfig) -> None:
         ("--rollout.dtype", rollout.dtype),
         ("--rollout.weights", rollout.weights),
         ("--rollout.draft", rollout.draft),
+        ("--rollout.mtp", rollout.mtp),
     ):
         if given:
             raise ConfigError(
@@ -462,6 +463,16 @@ def _check_rollout(config: RLConfig) -> None:
         raise ConfigError(
             f"--rollout.draft: {rollout.draft} guesses --rollout.guesses tokens in a "
             "pass, which are 0; give a number, such as 4, or drop the option"
+        )
+    if rollout.mtp and not rollout.guesses:
+        raise ConfigError(
+            "--rollout.mtp: guesses --rollout.guesses tokens in a pass, which are 0; "
+            "give a number, such as 2, or drop the option"
+        )
+    if rollout.mtp and rollout.draft is not None:
+        raise ConfigError(
+            f"--rollout.mtp: --rollout.draft {rollout.draft} guesses too; drop one of "
+            "the two"
         )
     if config.critic.bootstrap_truncated and rollout.truncated == "mask":
         raise ConfigError(

@@ -119,6 +119,8 @@ class RolloutConfig:
         draft: smaller model with the same tokens that makes the guesses: a Hugging Face
             directory, or ORG/NAME on the hub (ORG/NAME@REVISION for a revision). It is
             not trained.
+        mtp: makes the guesses with the model's own layer for multi-token prediction, as
+            it is in the model's directory (Qwen3-Next, Qwen3.5). It is not trained.
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); with turn credit, rewards of a turn that differ; with gdpo, a
             weighted part that differs. Further groups wait for the next step.
@@ -179,6 +181,7 @@ class RolloutConfig:
     guesses: Annotated[int, NOT_NEGATIVE] = 0
     guess_rows: Annotated[int, COUNT] = 32
     draft: str | None = None
+    mtp: bool = False
     dynamic_sampling: bool = False
     truncated: Literal["reward", "zero", "mask"] = "reward"
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0

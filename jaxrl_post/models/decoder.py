@@ -29,6 +29,7 @@ from jaxrl_post.models.layers import (
     scaled,
     unit_norm,
 )
+from jaxrl_post.models.mtp import MTPTokens
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
@@ -72,7 +73,7 @@ DEFAULT_EXECUTION = Execution()
 def forward(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Int[Array, "batch length"] | PictureTokens,
+    tokens: Int[Array, "batch length"] | PictureTokens | MTPTokens,
     *,
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
@@ -89,7 +90,8 @@ def forward(
     Args:
         params: parameters in the compute dtype.
         config: the model's config, static under jit.
-        tokens: int32 ids in [0, vocab_size), or ids with the embeddings of pictures.
+        tokens: int32 ids in [0, vocab_size), or ids with the embeddings of pictures, or
+            with hidden states for multi-token prediction.
         positions: int32; default 0, 1, 2, ... along each row.
         ends: int32, for packed rows, as `TokenBatch.ends`; 0 marks padding, whose
             hidden states mean nothing. Default: every row is one sequence.
@@ -242,7 +244,7 @@ class _Place:
 def _run(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Array | PictureTokens,
+    tokens: Array | PictureTokens | MTPTokens,
     place: _Place,
     kv_view: KVView | None,
     rules: Rules,
@@ -250,9 +252,9 @@ def _run(
 ) -> tuple[Array, list[Any], list[Any]]:
     """Returns hidden states and every layer's cache and routing (or None)."""
     positions, ends, indices = place.positions, place.ends, place.indices
-    pictures = rotations = None
-    if isinstance(tokens, PictureTokens):
-        pictures, tokens, rotations = tokens, tokens.tokens, tokens.rotations
+    given = rotations = None
+    if isinstance(tokens, PictureTokens | MTPTokens):
+        given, tokens = tokens, tokens.tokens
     if positions is None:
         length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(length, tokens.shape)
@@ -272,9 +274,11 @@ def _run(
         )
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     levels: list[Array | None] = [None] * config.num_layers
-    if pictures is not None:
-        hidden = pictures.embedded(hidden)
-        levels[: pictures.num_levels] = pictures.levels(hidden.dtype)
+    if given is not None:
+        hidden = given.embedded(hidden)
+    if isinstance(given, PictureTokens):
+        rotations = given.rotations
+        levels[: given.num_levels] = given.levels(hidden.dtype)
     inputs = _inputs(params, config, tokens, hidden, rules)
     tables = layer_tables(config, positions, rotations=rotations)
     told = _told(config, place.told)

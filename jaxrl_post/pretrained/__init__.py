@@ -12,7 +12,7 @@ True
 """
 
 from jaxrl_post.pretrained.errors import CheckpointError, CheckpointWarning
-from jaxrl_post.pretrained.hf import load, save
+from jaxrl_post.pretrained.hf import load, load_mtp, save
 from jaxrl_post.pretrained.peft.files import load_adapter, save_adapter
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointWarning",
     "load",
     "load_adapter",
+    "load_mtp",
     "save",
     "save_adapter",
 ]

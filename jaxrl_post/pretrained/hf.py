@@ -3,7 +3,7 @@
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_post.models.adapters.lora import merged
 from jaxrl_post.models.config import Head, ModelConfig
+from jaxrl_post.models.mtp import MTPParams, mtp_config, mtp_specs
 from jaxrl_post.models.params import DecoderParams, param_specs
 from jaxrl_post.models.spec import abstract, is_spec
 from jaxrl_post.pretrained.directory import (
@@ -34,6 +35,7 @@ from jaxrl_post.pretrained.families import (
 from jaxrl_post.pretrained.hf_config import declared_next_token_layers, dtype_name
 from jaxrl_post.pretrained.hf_values import section
 from jaxrl_post.pretrained.joined_experts import split_experts
+from jaxrl_post.pretrained.layout import Weight
 from jaxrl_post.pretrained.name_map import (
     Entry,
     entries_of,
@@ -64,9 +66,9 @@ from jaxrl_post.pretrained.vision.picture_files import write_processor
 from jaxrl_post.pretrained.vision.whole import saved_weights, whole_family
 from jaxrl_post.pretrained.weight_health import WeightHealth
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, named_shardings
-from jaxrl_post.types import Array
+from jaxrl_post.types import Array, PyTree
 
-__all__ = ["Format", "load", "save", "stored_head"]
+__all__ = ["Format", "load", "load_mtp", "save", "stored_head"]
 
 # The format of the weights.
 type Format = Literal["huggingface", "orbax"]
@@ -152,37 +154,74 @@ def load(
     # A language model has none of these heads; they are created.
     new = set(HEADS) if lm else set()
     with _opened(directory, raw, config) as (family, stored):
-        wanted_specs = paths(specs)
-        shardings = [None] * len(wanted_specs)
-        if mesh is not None:
-            shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
         health = WeightHealth()
         tensors = health.watched(stored)
-        entries: dict[str, list[Entry]] = {}
-        for entry in present(entries_of(family.weights, specs), tensors):
-            if entry.path not in new:
-                entries.setdefault(entry.path, []).append(entry)
+        entries = _entries(family.weights, specs, tensors, new)
         further = next_token_layers(tensors, config.num_layers, further)
         _check(directory, tensors, entries, config, family, lm, further)
-        leaves = [
-            jnp.zeros(spec.shape, wanted, device=sharding)
-            if name in new
-            else load_parameter(
-                tensors, entries[name], sharding, jnp.dtype(spec.dtype(wanted))
-            )
-            for (name, spec), sharding in zip(
-                wanted_specs.items(), shardings, strict=True
-            )
-        ]
+        params = _read(specs, tensors, entries, new, mesh, rules, wanted)
         heads = [entry.name for path in HEADS for entry in entries.get(path, ())]
         health.warn(tensors, harmless=heads)
-    structure = jax.tree.structure(specs, is_leaf=is_spec)
-    params = jax.tree.unflatten(structure, leaves)
     if config.head == "process" and right_label(raw) == 0:
         params = _with_labels_exchanged(params)
     if adapter is not None:
         lora, values = load_adapter(adapter, config, mesh=mesh, rules=rules)
         params = merged(params, values, config, lora)
+    return config, params
+
+
+def load_mtp(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+    dtype: DTypeLike | None = None,
+    weights: bool = True,
+) -> tuple[ModelConfig, MTPParams[Any]]:
+    """Loads the layer for multi-token prediction of a Hugging Face directory.
+
+    Args:
+        path: as in `load`; families with such a layer are Qwen3-Next and Qwen3.5.
+        mesh: as in `load`.
+        rules: as in `load`.
+        dtype: as in `load`.
+        weights: as in `load`.
+
+    Returns:
+        (config, params) of the layer.
+
+    Raises:
+        CheckpointError: the directory does not hold a readable layer.
+        MeshError: the mesh does not divide the layer.
+    """
+    directory = Path(path)
+    raw = read_config_file(directory)
+    try:
+        whole = read_config(raw)
+        wanted = jnp.dtype(dtype_name(raw) if dtype is None else dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{directory / CONFIG_FILE}: {error}") from error
+    if not family_of(whole.model_type).mtp:
+        raise CheckpointError(
+            f"{directory}: layers for multi-token prediction are read of Qwen3-Next "
+            f"and Qwen3.5 alone; got a {whole.model_type}"
+        )
+    config = mtp_config(whole)
+    specs = mtp_specs(config)
+    if not weights:
+        return config, abstract(specs, wanted, mesh, rules)
+    with _opened(directory, raw, whole) as (family, stored):
+        tensors = {n: t for n, t in stored.items() if matches(family.carried, n, 0, 0)}
+        if not tensors:
+            raise CheckpointError(
+                f"{directory}: holds no layer for multi-token prediction: no tensor is "
+                f"named {', '.join(family_of(whole.model_type).carried)}; releases "
+                "have one, and models saved with such a release as their source"
+            )
+        entries = _entries(family.mtp_weights, specs, tensors)
+        flat = itertools.chain.from_iterable(entries.values())
+        check_tensors(tensors, flat, lambda _: False, directory / CONFIG_FILE)
+        params = _read(specs, tensors, entries, (), mesh, rules, wanted)
     return config, params
 
 
@@ -260,6 +299,46 @@ def _carried(directory: Path, patterns: Sequence[str]) -> Iterator[dict[str, Ten
             for name, tensor in tensors.items()
             if matches(patterns, name, num_layers=0, further_layers=0)
         }
+
+
+def _entries(
+    weights: Mapping[str, Weight],
+    specs: PyTree,
+    tensors: Collection[str],
+    new: Collection[str] = (),
+) -> dict[str, list[Entry]]:
+    """The entries of all parameters by path, without those that are made."""
+    entries: dict[str, list[Entry]] = {}
+    for entry in present(entries_of(weights, specs), tensors):
+        if entry.path not in new:
+            entries.setdefault(entry.path, []).append(entry)
+    return entries
+
+
+def _read(
+    specs: PyTree,
+    tensors: Mapping[str, Tensor],
+    entries: Mapping[str, list[Entry]],
+    new: Collection[str],
+    mesh: Mesh | None,
+    rules: Rules,
+    dtype: jnp.dtype,
+) -> Any:
+    """Reads parameters from their tensors; those that are made are zeros."""
+    shardings: Any = itertools.repeat(None)
+    if mesh is not None:
+        shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
+    leaves = [
+        jnp.zeros(spec.shape, dtype, device=sharding)
+        if name in new
+        else load_parameter(
+            tensors, entries[name], sharding, jnp.dtype(spec.dtype(dtype))
+        )
+        for (name, spec), sharding in zip(
+            paths(specs).items(), shardings, strict=mesh is not None
+        )
+    ]
+    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
 def _check_head(directory: Path, stored: Head, wanted: Head) -> None:

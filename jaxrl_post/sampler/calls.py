@@ -148,8 +148,10 @@ class Prefilled(NamedTuple):
         hidden: final hidden states.
         experts: int16, of every token, as `models.forward_with_experts` has them; None
             if not recorded.
+        draft_pages: of a layer for multi-token prediction; None without one.
     """
 
     pages: Pages
     hidden: Float[Array, "rows length hidden"]
     experts: Int[Array, "rows length layers chosen"] | None
+    draft_pages: Pages | None = None

@@ -24,9 +24,11 @@ from jaxrl_post.models import (
     forward,
     forward_with_experts,
 )
+from jaxrl_post.models.cache import state_specs
 from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.models.mtp import hidden_spec
 from jaxrl_post.models.recurrent import closed
 from jaxrl_post.models.vision import PictureTokens, with_pictures
 from jaxrl_post.sampler.calls import (
@@ -37,7 +39,7 @@ from jaxrl_post.sampler.calls import (
     Progress,
     Rows,
 )
-from jaxrl_post.sampler.guessing import Draft, look_up, propose
+from jaxrl_post.sampler.guessing import Draft, MTPLayer, look_up, propose
 from jaxrl_post.sampler.pages import (
     Pages,
     own_entries,
@@ -69,6 +71,7 @@ def prefill_states(
     *,
     kernels: Implementation = "auto",
     experts: bool = False,
+    draft: Draft | None = None,
 ) -> Prefilled:
     """Computes the keys and values of chunks and stores them in their pages.
 
@@ -80,19 +83,12 @@ def prefill_states(
         rules: sharding of activations.
         kernels: static, as in `models.forward`.
         experts: static; whether experts are recorded.
+        draft: the layer for multi-token prediction, with its cache; None without one.
     """
-    count, length = rows.tokens.shape
-    zeros = KVCache.zeros(config, count, length, pages.dtype)
-    shared = None if rows.shared is None else read_shared(pages, rows.shared, rules)
-    starts = jnp.asarray(rows.starts)
-    view = dataclasses.replace(
-        zeros,
-        starts=starts,
-        shared=shared,
-        states=read_states(config, pages, rows.states, rules),
-        counts=jnp.asarray(rows.sizes),
-    )
-    positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
+    length, specs = rows.tokens.shape[1], state_specs(config)
+    view = _chunks(config, specs, pages, rows, rules)
+    assert view.starts is not None
+    positions = view.starts[:, None] + jnp.arange(length, dtype=jnp.int32)
     hidden, view, chosen = _fed(
         params,
         config,
@@ -105,11 +101,59 @@ def prefill_states(
         kernels,
         experts=experts,
     )
+    pages = _with_chunks(specs, pages, view, rows, rules)
+    drafted = None
+    if draft is not None and draft.pages is not None:
+        specs = (hidden_spec(draft.config),)
+        view = _chunks(draft.config, specs, draft.pages, rows, rules)
+        layer = MTPLayer(draft, params, rules, kernels=kernels)
+        before, view = _without_hidden(view, params)
+        before = jnp.concatenate([before[:, None], hidden[:, :-1]], axis=1)
+        _, view = layer.feed(jnp.asarray(rows.tokens), before, positions, view)
+        last = _entry(hidden, jnp.asarray(rows.sizes) - 1)
+        view = dataclasses.replace(view, states=(last,))
+        drafted = _with_chunks(specs, draft.pages, view, rows, rules)
+    return Prefilled(pages, hidden, chosen, drafted)
+
+
+def _chunks(
+    config: ModelConfig, specs: Any, pages: Pages, rows: PrefillRows, rules: Rules
+) -> KVCache:
+    """An empty view of the rows of a prefill, behind what they share."""
+    count, length = rows.tokens.shape
+    shared = None if rows.shared is None else read_shared(pages, rows.shared, rules)
+    return dataclasses.replace(
+        KVCache.zeros(config, count, length, pages.dtype),
+        starts=jnp.asarray(rows.starts),
+        shared=shared,
+        states=read_states(specs, pages, rows.states, rules),
+        counts=jnp.asarray(rows.sizes),
+    )
+
+
+def _with_chunks(
+    specs: Any, pages: Pages, view: KVCache, rows: PrefillRows, rules: Rules
+) -> Pages:
+    """Pages with the entries and states of a prefill."""
+    count, length = rows.tokens.shape
     first = jnp.zeros((count,), jnp.int32)
-    places = rows.pages, first, length // PAGE, rules
-    states = write_states(config, pages, view.states, rows.states, rules)
-    pages = write_pages(pages, view, *places).replace(states=states)
-    return Prefilled(pages, hidden, chosen)
+    states = write_states(specs, pages, view.states, rows.states, rules)
+    pages = write_pages(pages, view, rows.pages, first, length // PAGE, rules)
+    return pages.replace(states=states)
+
+
+def _without_hidden(
+    view: KVCache, params: DecoderParams[Array]
+) -> tuple[Array, KVCache]:
+    """The hidden states [rows, hidden] of a layer's view, and the view without them."""
+    (found,) = view.states
+    return found.astype(params.final_norm.dtype), dataclasses.replace(view, states=())
+
+
+def _entry(hidden: Array, at: Array) -> Array:
+    """hidden[r, at[r]] of every row r; the first where `at` is negative."""
+    at = jnp.maximum(at, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, at, axis=1)[:, 0]
 
 
 def _fed(
@@ -157,7 +201,7 @@ def decode(
         rules: sharding of activations.
         burst: static.
         draft: the draft model, with its cache; None without one, or if nothing is
-            guessed.
+            guessed. A layer for multi-token prediction is given in any case.
 
     Returns:
         The pages, the tokens, the number of forward passes of each row, how far the
@@ -206,18 +250,25 @@ def _burst(
     """`decode` while `enough` rows are active."""
     drawing, exact, guesses = burst.drawing, burst.exact, burst.guesses
     kernels, draft_pages = burst.kernels, draft and draft.pages
+    specs = state_specs(config)
     progress, count = rows.progress, rows.remaining.shape[0]
     if exact:
         view = read_paths(
             pages, rows.shared, rows.pages, rows.starts, progress.counts, rules
         )
-        states = read_states(config, pages, rows.states, rules)
+        states = read_states(specs, pages, rows.states, rules)
         view = dataclasses.replace(view, states=states)
     else:
-        view = _view(config, pages, rows, rules)
-    draft_view = None
+        view = _view(specs, pages, rows, rules)
+    draft_view = layer = before = ahead = None
     if draft is not None and draft_pages is not None:
-        draft_view = _view(draft.config, draft_pages, rows, rules)
+        hidden_specs = (hidden_spec(draft.config),) if draft.is_layer else ()
+        draft_view = _view(hidden_specs, draft_pages, rows, rules)
+        if draft.is_layer:
+            layer = MTPLayer(
+                draft, params, rules, truncate=drawing.truncate, kernels=kernels
+            )
+            before, draft_view = _without_hidden(draft_view, params)
     sample_keys = jax.vmap(
         lambda prompt, index: jax.random.fold_in(jax.random.fold_in(key, prompt), index)
     )(rows.prompt_ids, rows.sample_indices)
@@ -295,14 +346,29 @@ def _burst(
             lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
         )
 
+    if layer is not None:
+        assert before is not None
+        assert draft_view is not None
+        ahead, draft_view = layer.feed(
+            progress.tokens[:, None],
+            before[:, None],
+            progress.positions[:, None],
+            draft_view,
+        )
+        ahead = ahead[:, 0]
+
     def going_on(state: _State) -> Array:
         return (state.steps < burst.steps) & enough(state.active)
 
     def body(state: _State) -> _State:
         active, at = state.active, state.positions[:, None] + inside
         fed, uniforms = state.tokens[:, None], noise(at)
-        draft_view = state.draft_view
-        if draft is not None and draft_view is not None:
+        draft_view, ahead, before = state.draft_view, state.ahead, state.before
+        if layer is not None and guesses:
+            guessed, draft_view = layer.propose(
+                ahead, at, uniforms, rows.sampling, draft_view
+            )
+        elif draft is not None and draft_view is not None and layer is None:
             guessed, draft_view = propose(
                 draft,
                 state.tokens,
@@ -340,6 +406,12 @@ def _burst(
         counts = state.counts + new
         left = active & ~stopped & (remaining > 0)
         last = jnp.maximum(new - 1, 0)[:, None]
+        if layer is not None:
+            passed = hidden.reshape(count, width, -1)
+            found, draft_view = layer.feed(drawn.tokens, passed, at + 1, draft_view)
+            moves = (new > 0)[:, None]
+            ahead = jnp.where(moves, _entry(found, new - 1), ahead)
+            before = jnp.where(moves, _entry(passed, new - 1), before)
         history = state.history
         if history is not None:
             history = _put(history, drawn.tokens, at + 1, accepted)
@@ -362,6 +434,8 @@ def _burst(
             history=history,
             entries=entries,
             draft_view=draft_view,
+            ahead=ahead,
+            before=before,
             emitted=jax.tree.map(
                 lambda all_, one: _put(all_, one, place, accepted), state.emitted, drawn
             ),
@@ -379,6 +453,8 @@ def _burst(
         history=rows.history,
         entries=(view.keys, view.values, view.states),
         draft_view=draft_view,
+        ahead=ahead,
+        before=before,
         emitted=_nothing((count, burst.steps), config, burst),
     )
     state = jax.lax.while_loop(going_on, body, state)
@@ -391,9 +467,13 @@ def _burst(
     touched = min(pages_for(burst.steps - 1) + 1, rows.pages.shape[1])
     first = jnp.minimum(progress.counts // PAGE, rows.pages.shape[1] - touched)
     places = rows.pages, first, touched, rules
-    states = write_states(config, pages, states, rows.states, rules)
+    states = write_states(specs, pages, states, rows.states, rules)
     pages = write_pages(pages, after, *places).replace(states=states)
     if draft is not None and draft_pages is not None and state.draft_view is not None:
+        if layer is not None:
+            states = (state.before,)
+            states = write_states(hidden_specs, draft_pages, states, rows.states, rules)
+            draft_pages = draft_pages.replace(states=states)
         draft_pages = write_pages(draft_pages, state.draft_view, *places)
     computed = progress.positions + state.counts - rows.starts
     progress = Progress(
@@ -419,6 +499,9 @@ class _State(NamedTuple):
         history: int32 [rows, length], the row's tokens; None without guesses.
         entries: keys, values and states of all layers.
         draft_view: keys and values of the draft model; None without one.
+        ahead: [rows, hidden], the hidden states of the layer for multi-token prediction
+            at the token to feed, None without one.
+        before: [rows, hidden], the model's at the token before, None then too.
         emitted: the tokens sampled in this burst, [rows, steps].
     """
 
@@ -432,6 +515,8 @@ class _State(NamedTuple):
     history: Array | None
     entries: tuple[Any, Any, Any]
     draft_view: KVCache | None
+    ahead: Array | None
+    before: Array | None
     emitted: Emitted
 
 
@@ -470,12 +555,12 @@ def prefill_exactly(
 ) -> Pages:
     """`prefill_states` with keys whose bits depend on their paths alone."""
     rows = jax.tree.map(jnp.asarray, rows)
-    count, length = rows.tokens.shape
+    (count, length), specs = rows.tokens.shape, state_specs(config)
     none = jnp.zeros((count,), jnp.int32)
     view = read_paths(pages, rows.shared, rows.pages, rows.starts, none, rules)
     view = dataclasses.replace(
         view,
-        states=read_states(config, pages, rows.states, rules),
+        states=read_states(specs, pages, rows.states, rules),
         counts=rows.sizes if config.has_states else None,
     )
     inside = jnp.arange(length, dtype=jnp.int32)
@@ -489,13 +574,13 @@ def prefill_exactly(
         rules=rules,
     )
     assert view is not None
-    states = write_states(config, pages, view.states, rows.states, rules)
+    states = write_states(specs, pages, view.states, rows.states, rules)
     view = own_entries(view, rows.starts, length, rules)
     places = rows.pages, none, length // PAGE, rules
     return write_pages(pages, view, *places).replace(states=states)
 
 
-def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCache:
+def _view(specs: Any, pages: Pages, rows: Rows, rules: Rules) -> KVCache:
     """Joins the entries that rows share with the rows' own computed entries."""
     before = PAGE * jnp.arange(rows.pages.shape[1], dtype=jnp.int32)
     filled = jnp.clip(rows.progress.counts[:, None] - before, 0, PAGE)
@@ -504,5 +589,5 @@ def _view(config: ModelConfig, pages: Pages, rows: Rows, rules: Rules) -> KVCach
         values=read_pages(pages.values, rows.pages, filled, rules),
         starts=jnp.asarray(rows.starts),
         shared=read_shared(pages, rows.shared, rules),
-        states=read_states(config, pages, rows.states, rules),
+        states=read_states(specs, pages, rows.states, rules),
     )

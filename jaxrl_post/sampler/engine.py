@@ -21,7 +21,7 @@ from jaxrl_post.sampler import batches
 from jaxrl_post.sampler.calls import Emitted, Progress
 from jaxrl_post.sampler.fitting import check_request
 from jaxrl_post.sampler.guessing import Draft, Guessing
-from jaxrl_post.sampler.jitted import shared_functions
+from jaxrl_post.sampler.jitted import DeviceFunctions, shared_functions
 from jaxrl_post.sampler.limits import first_stop
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.requests import (
@@ -98,8 +98,9 @@ class Engine:
         mesh: mesh of the parameters; None on one device.
         rules: logical axis to mesh axes.
         detokenize: token ids to text; needed for stop strings only.
-        draft: the model that guesses, on the same mesh; None guesses from what the
-            samples said before. Its keys and values are of `dtype` too.
+        draft: the model that guesses, on the same mesh, or the model's own layer for
+            multi-token prediction; None guesses from what the samples said before. Its
+            keys and values are of `dtype` too.
         kernels: implementation of attention, as in `models.forward`.
 
     Attributes:
@@ -142,9 +143,12 @@ class Engine:
         settings = jnp.dtype(dtype), mesh, rules
         drafting = None
         if draft is not None:
-            guessing = dataclasses.replace(sizes, exact=False, experts=False)
+            guessing, slots = dataclasses.replace(sizes, exact=False, experts=False), 0
+            if draft.is_layer:
+                alone = shared_functions(config, sizes, *settings, None, kernels)
+                slots = _layer_slots(alone)
             drafting = shared_functions(
-                draft.config, guessing, *settings, None, kernels
+                draft.config, guessing, *settings, None, kernels, slots
             )
         self._functions = shared_functions(config, sizes, *settings, drafting, kernels)
         self._compiled_before = self._compiled
@@ -382,16 +386,20 @@ class Engine:
         # They follow nothing, and others may follow them.
         scored = [chunk for chunk in chunks if chunk.segment.scoring is not None]
         for rows, targets, placed in batches.scored_calls(scored, *how):
-            self._pages, experts, scores = self._functions.score(
-                params, self._pages, rows, targets
+            self._pages, experts, drafted, scores = self._functions.score(
+                params, self._pages, rows, targets, *self._layer
             )
+            self._keep(drafted)
             for row, chunk in placed:
                 assert chunk.segment.scoring is not None
                 chunk.segment.scoring.add(scores, row, chunk.size)
             _record(experts, placed)
         chunks = [chunk for chunk in chunks if chunk.segment.scoring is None]
         for rows, placed in batches.prefill_calls(chunks, *how):
-            self._pages, experts = self._functions.prefill(params, self._pages, rows)
+            self._pages, experts, drafted = self._functions.prefill(
+                params, self._pages, rows, *self._layer
+            )
+            self._keep(drafted)
             _record(experts, placed)
 
     def _decode(
@@ -406,8 +414,8 @@ class Engine:
         guesses = 0
         if before is None and not (burst.single or burst.changes):
             guesses = self.guessing.guesses(split * burst.slots)
-        drafting: tuple[Any, ...] = ()
-        if guesses and self._draft is not None:
+        drafting = self._layer
+        if guesses and self._draft is not None and not self._draft.is_layer:
             self._prefill_draft(self._draft, burst)
             drafting = self._draft.params, self._draft_pages
         history = guesses > 0 and not drafting
@@ -435,9 +443,19 @@ class Engine:
                 alternatives=MOST_ALTERNATIVES if burst.alternatives else 0,
             ),
         )
-        if drafting:
-            self._draft_pages = drafted
+        self._keep(drafted)
         self._running.append(_Running(burst, emitted, passes, after, guesses, version))
+
+    @property
+    def _layer(self) -> tuple[Any, ...]:
+        """What every call takes of a layer for multi-token prediction; () without."""
+        if self._draft is None or not self._draft.is_layer:
+            return ()
+        return self._draft.params, self._draft_pages
+
+    def _keep(self, drafted: Pages | None) -> None:
+        if drafted is not None:
+            self._draft_pages = drafted
 
     def _prefill_draft(self, draft: Draft, burst: Burst) -> None:
         """Feeds the draft model with what it lacks of a burst's samples."""
@@ -445,7 +463,7 @@ class Engine:
         assert functions is not None
         chunks = self.scheduler.undrafted(burst)
         for rows, _ in batches.prefill_calls(chunks, self.sizes, functions.split):
-            self._draft_pages, _ = functions.prefill(
+            self._draft_pages, *_ = functions.prefill(
                 draft.params, self._draft_pages, rows
             )
 
@@ -539,10 +557,24 @@ def _record(experts: Array | None, placed: Sequence[tuple[int, Chunk]]) -> None:
             chunk.segment.experts.add_row(experts, row, chunk.size)
 
 
+def _layer_slots(functions: DeviceFunctions) -> int:
+    """Slots for the hidden states that a layer for multi-token prediction reads."""
+    if not functions.num_states:
+        raise ValueError(
+            f"Engine: a layer for multi-token prediction guesses for models whose "
+            f"layers carry a state; {functions.config.model_type} has none; take a "
+            "draft model, or guesses without one"
+        )
+    return functions.num_states
+
+
 def _share(draft: Draft, config: ModelConfig) -> float:
-    """Ratio of the draft model's to the sampled model's number of parameters."""
-    sizes = [
-        sum(spec.size for spec in jax.tree.leaves(param_specs(each), is_leaf=is_spec))
-        for each in (draft.config, config)
-    ]
-    return sizes[0] / sizes[1]
+    """Ratio of the parameters that a pass of the draft and of the model reads."""
+
+    def read(config: ModelConfig) -> int:
+        specs = param_specs(config)
+        total = sum(each.size for each in jax.tree.leaves(specs, is_leaf=is_spec))
+        # Of a table of embeddings that is not the head too, a pass reads a few rows.
+        return total - (specs.embedding.size if specs.unembedding is not None else 0)
+
+    return read(draft.config) / read(config)

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward
 from jaxrl_post.models.decoder import Execution
+from jaxrl_post.models.mtp import MTPParams, MTPTokens, with_mtp_layer
 from jaxrl_post.sampler.pages import Pages
 from jaxrl_post.sampler.sampling import Drawing, SamplingArrays, sample_next
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Draft", "Guessing", "look_up", "propose"]
+__all__ = ["Draft", "Guessing", "MTPLayer", "look_up", "propose"]
 
 # Tokens of a history's end that are compared with earlier places.
 LONGEST_MATCH = 3
@@ -77,19 +78,27 @@ def look_up(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draft:
-    """A draft model, on the sampler's mesh; its parameters do not change.
+    """What guesses, on the sampler's mesh; its parameters do not change.
+
+    It is a model, or the sampled model's layer for multi-token prediction.
 
     Attributes:
         config: the model's configuration. Its vocabulary may differ in size from the
-            sampled model's, but a token must have the same id in both.
-        params: the parameters.
-        pages: in a burst, its cache, with all tokens of the rows but those to feed;
+            sampled model's, but a token must have the same id in both. Of a layer
+            `mtp_config`.
+        params: the parameters; `MTPParams` of a layer.
+        pages: in a call, its cache, with all tokens of the rows but those to feed;
             donated by the engine. None outside of one.
     """
 
     config: ModelConfig
-    params: DecoderParams[Array]
+    params: DecoderParams[Array] | MTPParams[Array]
     pages: Pages | None = None
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a layer for multi-token prediction."""
+        return isinstance(self.params, MTPParams)
 
 
 def propose(
@@ -104,7 +113,7 @@ def propose(
     truncate: bool,
     kernels: Implementation,
 ) -> tuple[Int[Array, "rows guesses"], KVCache]:
-    """Guesses the next tokens, one fewer than positions.
+    """Guesses the next tokens by a model, one fewer than positions.
 
     The last guess is fed too: if all are right, the next pass begins behind it.
 
@@ -123,11 +132,14 @@ def propose(
         int32 ids of the guesses, and the cache with the tokens that were fed.
     """
 
+    params = draft.params
+    assert isinstance(params, DecoderParams)
+
     def step(state: tuple[Array, KVCache], inputs: tuple[Array, Array]):
         fed, cache = state
         at, uniform = inputs
         hidden, cache = forward(
-            draft.params,
+            params,
             draft.config,
             fed[:, None],
             positions=at[:, None],
@@ -136,7 +148,7 @@ def propose(
             execution=Execution(kernels=kernels),
         )
         drawn = sample_next(
-            draft.params,
+            params,
             draft.config,
             hidden[:, 0],
             uniform,
@@ -149,6 +161,115 @@ def propose(
     inputs = positions.T, uniforms.T
     (_, cache), guesses = jax.lax.scan(step, (tokens, cache), inputs)
     return guesses[:-1].T, cache
+
+
+class MTPLayer:
+    """A layer for multi-token prediction in a call of the sampler.
+
+    The layer is fed with every token that counts and the hidden state before it, in
+    prefill and in bursts without guesses too: a later guess reads its keys.
+
+    Args:
+        draft: the layer.
+        params: of the sampled model, whose embedding and head it uses.
+        rules: sharding of activations.
+        truncate: static, as in `sampling.sample`.
+        kernels: static, as in `models.forward`.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        params: DecoderParams[Array],
+        rules: Rules,
+        *,
+        truncate: bool = False,
+        kernels: Implementation,
+    ) -> None:
+        assert isinstance(draft.params, MTPParams)
+        self._config, self._params = draft.config, draft.params
+        self._decoder = with_mtp_layer(params, draft.params)
+        self._rules, self._kernels = rules, kernels
+        self._drawing = Drawing(truncate, kernels=kernels)
+
+    def feed(
+        self,
+        tokens: Int[Array, "rows length"],
+        before: Float[Array, "rows length hidden"],
+        positions: Int[Array, "rows length"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "rows length hidden"], KVCache]:
+        """Feeds tokens.
+
+        Args:
+            tokens: int32.
+            before: final hidden states at the tokens before them.
+            positions: int32, of the tokens.
+            cache: of the layer, with all tokens before.
+
+        Returns:
+            The layer's final hidden states, which the head turns into the logits of the
+            tokens after these, and the cache.
+        """
+        return forward(
+            self._decoder,
+            self._config,
+            MTPTokens(tokens, before, self._params, self._config),
+            positions=positions,
+            kv_view=cache,
+            rules=self._rules,
+            execution=Execution(kernels=self._kernels),
+        )
+
+    def propose(
+        self,
+        ahead: Float[Array, "rows hidden"],
+        positions: Int[Array, "rows width"],
+        uniforms: Float[Array, "rows width"],
+        sampling: SamplingArrays,
+        cache: KVCache,
+    ) -> tuple[Int[Array, "rows guesses"], KVCache]:
+        """Guesses the next tokens, one fewer than positions.
+
+        The keys of guesses are made from the layer's own hidden states. `feed` replaces
+        them by those of the tokens that count.
+
+        Args:
+            ahead: the layer's hidden states at the first of the positions.
+            positions: int32, of the tokens that the next pass feeds.
+            uniforms: float32 in [0, 1), of the tokens that it draws.
+            sampling: sampling parameters of the rows.
+            cache: of the layer, with all tokens up to the first position.
+
+        Returns:
+            int32 ids of the guesses, and the cache.
+        """
+
+        def draw(hidden: Array, uniform: Array) -> Array:
+            drawn = sample_next(
+                self._decoder,
+                self._config,
+                hidden,
+                uniform,
+                sampling,
+                self._drawing,
+                rules=self._rules,
+            )
+            return drawn.tokens
+
+        def step(state: tuple[Array, Array, KVCache], inputs: tuple[Array, Array]):
+            token, hidden, cache = state
+            at, uniform = inputs
+            found, cache = self.feed(
+                token[:, None], hidden[:, None], at[:, None], cache
+            )
+            token = draw(found[:, 0], uniform)
+            return (token, found[:, 0], cache), token
+
+        first = draw(ahead, uniforms[:, 0])
+        inputs = positions[:, 1:-1].T, uniforms[:, 1:-1].T
+        (_, _, cache), rest = jax.lax.scan(step, (first, ahead, cache), inputs)
+        return jnp.concatenate([first[None], rest]).T, cache
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.cache import state_specs
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.models.mtp import hidden_spec
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sampler.calls import Burst, Prefilled
@@ -45,12 +46,14 @@ class DeviceFunctions:
         rules: logical axis to mesh axes.
         draft: functions of the draft model; of these `empty` and `prefill` are used.
         kernels: implementation of attention, as in `models.forward`.
+        layer_slots: of a layer for multi-token prediction, the slots for states of its
+            model (`num_states`); 0 for a model.
         compilations: number of traces by function's name, one per compilation.
 
     Raises:
         ValueError: the model's context does not allow the sizes, a part of the cache
-            would not hold one sample, the model cannot be exact, or the draft model
-            has states.
+            would not hold one sample, the model cannot be exact, the draft model has
+            states, or the model cannot guess with its layer.
         MeshError: the mesh does not divide the slots.
     """
 
@@ -61,6 +64,7 @@ class DeviceFunctions:
     rules: Rules
     draft: "DeviceFunctions | None" = None
     kernels: Implementation = "auto"
+    layer_slots: int = 0
     compilations: collections.Counter[str] = field(
         default_factory=collections.Counter, init=False, repr=False, compare=False
     )
@@ -81,6 +85,16 @@ class DeviceFunctions:
                 "layers carry a state, and guesses are made one token after the other, "
                 "so that a state cannot be taken back where one was wrong; take a "
                 "model whose layers have keys"
+            )
+        if (
+            self.draft is not None
+            and self.draft.layer_slots
+            and (sizes.exact or config.vision is not None)
+        ):
+            raise ValueError(
+                "Engine: a layer for multi-token prediction guesses neither in exact "
+                "mode nor for a model that sees pictures; take no draft, or text and "
+                "exact=False"
             )
         if sizes.experts and (config.experts is None or sizes.exact):
             why = f"{config.model_type} has none"
@@ -144,7 +158,7 @@ class DeviceFunctions:
             jax.tree.map(of_keys, pages.values),
             jax.tree.map(
                 lambda spec, leaf: self._sharding(("batch", *spec.axes), leaf),
-                state_specs(self.config),
+                self._state_specs,
                 pages.states,
                 is_leaf=is_spec,
             ),
@@ -172,66 +186,69 @@ class DeviceFunctions:
 
     @cached_property
     def prefill(self) -> Any:
-        """Function of (params, pages, rows): the pages, and experts or None."""
+        """Function of (params, pages, rows, layer, layer_pages).
 
-        def prefill(params, pages, rows):
+        The last two are the parameters and pages of a layer for multi-token prediction,
+        if the model guesses with one. Returns the pages, experts or None, and the
+        layer's pages or None.
+        """
+
+        def prefill(params, pages, rows, layer=None, layer_pages=None):
             self.compilations["prefill"] += 1
             if self.sizes.exact:
                 return device.prefill_exactly(
                     params, self.config, pages, rows, self.rules
-                ), None
-            done = self._prefilled(params, pages, rows)
-            return done.pages, done.experts
+                ), *(None, None)
+            done = self._prefilled(params, pages, rows, layer, layer_pages)
+            return done.pages, done.experts, done.draft_pages
 
         out = None
         if self.mesh is not None:
-            out = self.pages_shardings, self.replicated
-        return jax.jit(prefill, donate_argnums=1, out_shardings=out)
+            out = self.pages_shardings, self.replicated, self._drafted
+        return jax.jit(prefill, donate_argnums=(1, 4), out_shardings=out)
 
     @cached_property
     def score(self) -> Any:
-        """Function of (params, pages, rows, targets): as `prefill`, and scores."""
+        """Function of (params, pages, rows, targets, layer, layer_pages).
 
-        def score(params, pages, rows, targets):
+        As `prefill`, and scores.
+        """
+
+        def score(params, pages, rows, targets, layer=None, layer_pages=None):
             self.compilations["score"] += 1
-            done = self._prefilled(params, pages, rows)
+            done = self._prefilled(params, pages, rows, layer, layer_pages)
             scores = token_scores(params, self.config, self.rules, done.hidden, targets)
-            return done.pages, done.experts, scores
+            return done.pages, done.experts, done.draft_pages, scores
 
         out = None
         if self.mesh is not None:
-            out = self.pages_shardings, self.replicated, self.replicated
-        return jax.jit(score, donate_argnums=1, out_shardings=out)
+            out = self.pages_shardings, self.replicated, self._drafted, self.replicated
+        return jax.jit(score, donate_argnums=(1, 5), out_shardings=out)
 
     @cached_property
     def decode(self) -> Any:
         """Function of (params, pages, rows, key, floor, drafter, drafted, burst).
 
         `drafter` and `drafted` are the draft model's parameters and pages, in a burst
-        that it guesses. The keyword `burst` is static, and made by `burst`. Returns the
-        pages, what up to `steps_per_call` steps emitted, the forward passes of each
-        row, how far the rows have come, and the draft model's pages.
+        that it guesses, or those of the layer for multi-token prediction. The keyword
+        `burst` is static, and made by `burst`. Returns the pages, what up to
+        `steps_per_call` steps emitted, the forward passes of each row, how far the rows
+        have come, and the draft's pages.
         """
-        drafts = self.draft
 
         def decode(
             params, pages, rows, key, floor, drafter=None, drafted=None, *, burst
         ):
             self.compilations["decode"] += 1
-            draft = None
-            if drafts is not None and drafter is not None:
-                draft = Draft(drafts.config, drafter, drafted)
             return device.decode(
                 *(params, self.config, pages, rows, key, floor),
-                *(self.rules, burst, draft),
+                *(self.rules, burst, self._drafting(drafter, drafted)),
             )
 
         out = None
         if self.mesh is not None:
             both = self.replicated, self.replicated
-            # All arrays of a cache are split alike. A burst may return none.
-            drafted = drafts and jax.tree.leaves(drafts.pages_shardings)[0]
-            out = (self.pages_shardings, *both, self.by_row, drafted)
+            out = (self.pages_shardings, *both, self.by_row, self._drafted)
         return jax.jit(
             decode, static_argnames="burst", donate_argnums=(1, 6), out_shardings=out
         )
@@ -256,7 +273,22 @@ class DeviceFunctions:
             self.sizes.experts,
         )
 
-    def _prefilled(self, params: Any, pages: Pages, rows: Any) -> Prefilled:
+    @property
+    def _drafted(self) -> PyTree:
+        """Shardings of the draft's pages that a call returns."""
+        if self.draft is None or self.draft.layer_slots:
+            return self.draft and self.draft.pages_shardings
+        # All keys are split alike. A call may return none.
+        return jax.tree.leaves(self.draft.pages_shardings)[0]
+
+    def _drafting(self, params: Any, pages: Any) -> Draft | None:
+        if self.draft is None or params is None:
+            return None
+        return Draft(self.draft.config, params, pages)
+
+    def _prefilled(
+        self, params: Any, pages: Pages, rows: Any, layer: Any, layer_pages: Any
+    ) -> Prefilled:
         return device.prefill_states(
             params,
             self.config,
@@ -265,7 +297,14 @@ class DeviceFunctions:
             self.rules,
             kernels=self.kernels,
             experts=self.sizes.experts,
+            draft=self._drafting(layer, layer_pages),
         )
+
+    @property
+    def _state_specs(self) -> tuple[Any, ...]:
+        if self.layer_slots:
+            return (hidden_spec(self.config),)
+        return state_specs(self.config)
 
     @cached_property
     def num_states(self) -> int:
@@ -282,7 +321,13 @@ class DeviceFunctions:
 
     def _empty_pages(self) -> Pages:
         pages, slots = self.sizes.num_pages(self.split), self.num_states
-        return Pages.zeros(self.config, pages, slots, self.dtype)
+        empty = Pages.zeros(self.config, pages, slots, self.dtype)
+        if self.layer_slots:
+            shape = self.layer_slots, self.config.hidden_size
+            codes = self.dtype.name in CODE_DTYPES
+            hidden = jnp.zeros(shape, jnp.float32 if codes else self.dtype)
+            empty = empty.replace(states=(hidden,))
+        return empty
 
     def _sharding(
         self, axes: tuple[str | None, ...], leaf: jax.ShapeDtypeStruct

@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 from jaxrl_post.kernels.attention.paths import BLOCK
 from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import KVCache, ModelConfig
-from jaxrl_post.models.cache import SharedCache, state_specs, states
+from jaxrl_post.models.cache import SharedCache, states
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sampler.snapshots import NO_STATE
 from jaxrl_post.sharding import Rules, dividing_axes
-from jaxrl_post.types import Array, HostOrDevice, Int
+from jaxrl_post.types import Array, HostOrDevice, Int, PyTree
 
 __all__ = [
     "Pages",
@@ -50,7 +50,8 @@ class Pages:
         keys: [pages, kv_heads, PAGE, head_dim] for every layer; None for a layer with a
             state, or that reads another's keys.
         values: like the keys, but of any width.
-        states: as `KVCache.states`, in slots.
+        states: as `KVCache.states`, in slots; of a layer for multi-token prediction, in
+            the same slots, the model's final hidden state at a sequence's last token.
     """
 
     keys: tuple[Entries | None, ...]
@@ -113,9 +114,16 @@ class StateSlots:
 
 
 def read_states(
-    config: ModelConfig, pages: Pages, slots: StateSlots | None, rules: Rules
+    specs: PyTree, pages: Pages, slots: StateSlots | None, rules: Rules
 ) -> tuple[Any, ...]:
-    """Copies the states with which the rows of a call begin; () without any."""
+    """Copies the states with which the rows of a call begin; () without any.
+
+    Args:
+        specs: of a sequence's states.
+        pages: with the states.
+        slots: of the rows.
+        rules: logical axis to mesh axes.
+    """
     if slots is None or not pages.states:
         return ()
 
@@ -125,17 +133,25 @@ def read_states(
         )
 
     sources = jnp.asarray(slots.sources)
-    return _on_state_parts(config, pages, rules, read, pages.states, sources)
+    return _on_state_parts(specs, pages, rules, read, pages.states, sources)
 
 
 def write_states(
-    config: ModelConfig,
+    specs: PyTree,
     pages: Pages,
     new: tuple[Any, ...],
     slots: StateSlots | None,
     rules: Rules,
 ) -> tuple[Any, ...]:
-    """Returns the states of a cache with those with which the rows of a call end."""
+    """Returns the states of a cache with those with which the rows of a call end.
+
+    Args:
+        specs: of a sequence's states.
+        pages: with the states.
+        new: of the rows.
+        slots: of the rows.
+        rules: logical axis to mesh axes.
+    """
     if slots is None:
         return pages.states
 
@@ -145,7 +161,7 @@ def write_states(
         )
 
     targets = jnp.asarray(slots.targets)
-    return _on_state_parts(config, pages, rules, write, pages.states, new, targets)
+    return _on_state_parts(specs, pages, rules, write, pages.states, new, targets)
 
 
 def read_paths(
@@ -365,7 +381,7 @@ def _on_parts(
 
 
 def _on_state_parts(
-    config: ModelConfig,
+    specs: PyTree,
     pages: Pages,
     rules: Rules,
     function: Callable[..., Any],
@@ -374,7 +390,7 @@ def _on_state_parts(
     """As `_on_parts`, for a function of states that returns states.
 
     Args:
-        config: of the model.
+        specs: of a sequence's states.
         pages: with the states.
         rules: logical axis to mesh axes.
         function: of the arguments.
@@ -395,7 +411,7 @@ def _on_state_parts(
                 for axis, size in zip(spec.axes, spec.shape, strict=True)
             ),
         ),
-        state_specs(config),
+        specs,
         is_leaf=is_spec,
     )
     local = jax.shard_map(

@@ -11,10 +11,11 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.model import Model
-from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.build.engine import make_engine, sampler_memory
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.sampler import Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
+from tests.pretrained.test_mtp_files import DENSE, EXPERTS, with_layer
 from tests.programs.trainers import CONFIG, RL, make_model
 
 
@@ -104,3 +105,37 @@ def test_a_draft_without_guesses_is_refused():
     rollout = dataclasses.replace(RL.rollout, draft="anywhere")
     with pytest.raises(ConfigError, match=r"--rollout.draft: anywhere guesses"):
         check_options(dataclasses.replace(RL, rollout=rollout))
+
+
+@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+def test_the_models_own_layer_guesses(model, family, tmp_path):
+    folder = tmp_path / "model"
+    with_layer(folder, family)
+    config, params = pretrained.load(folder, mesh=model.mesh)
+    model = dataclasses.replace(model, name=str(folder), config=config, params=params)
+    request = Request(1, (5, 6, 7), 4, sampling=SamplingParams(max_tokens=4))
+    plain = engine_of(model, None).generate(params, [request])
+    engine = engine_of(model, None, mtp=True, guess_rows=64)
+    for ours, other in zip(engine.generate(params, [request]), plain, strict=True):
+        np.testing.assert_array_equal(ours.tokens.ids, other.tokens.ids)
+    assert 0 < engine.guessing.passes <= engine.guessing.tokens
+    # The plan of a run's memory has what the engine holds.
+    rollout = dataclasses.replace(RL.rollout, mtp=True, guesses=3, guess_rows=64)
+    told = sampler_memory(rollout, model, sampler_layout(rollout, model)).draft
+    for ours, other in zip(*map(jax.tree.leaves, (engine.drafting, told)), strict=True):
+        assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
+
+
+def test_a_layer_that_is_not_there_is_refused(model, save):
+    with pytest.raises(ConfigError, match=r"--rollout.mtp: .*alone; got a llama"):
+        engine_of(dataclasses.replace(model, name=save()), None, mtp=True)
+    preset = dataclasses.replace(model, preset=True)
+    with pytest.raises(ConfigError, match=r"--rollout.mtp: .* tiny is a preset"):
+        engine_of(preset, None, mtp=True)
+    for options, told in (
+        ({"mtp": True}, "--rollout.mtp: guesses --rollout.guesses tokens"),
+        ({"mtp": True, "guesses": 2, "draft": "x"}, "--rollout.draft x guesses too"),
+    ):
+        rollout = dataclasses.replace(RL.rollout, **options)
+        with pytest.raises(ConfigError, match=told):
+            check_options(dataclasses.replace(RL, rollout=rollout))

@@ -45,6 +45,9 @@ class Family:
         unused: patterns of tensors that released files have and a model of a config
             lacks; they are left unread like `ignored`.
         carried: of `ignored`, those that are saved as they were in `save`'s source.
+        mtp: weights of a layer for multi-token prediction by our path, without those of
+            its decoder layer, which are as in `weights` (`mtp_weights`); none if the
+            family has no such layer that we read.
     """
 
     architecture: str
@@ -64,6 +67,25 @@ class Family:
     ignored: tuple[str, ...] = ()
     unused: Callable[[ModelConfig], tuple[str, ...]] = lambda _: ()
     carried: tuple[str, ...] = ()
+    mtp: Mapping[str, Weight] = field(default_factory=dict)
+
+    @property
+    def mtp_weights(self) -> dict[str, Weight]:
+        """All weights of a layer for multi-token prediction."""
+
+        def beside(name: str) -> str:
+            return name.replace("model.layers.", "mtp.layers.", 1)
+
+        layers = {
+            path: replace(
+                weight,
+                name=beside(weight.name),
+                also=tuple(map(beside, weight.also)),
+            )
+            for path, weight in self.weights.items()
+            if path.startswith("layers.")
+        }
+        return layers | dict(self.mtp)
 
     def config_from_hf(self, raw: Json) -> ModelConfig:
         """Turns a parsed config.json into our config.

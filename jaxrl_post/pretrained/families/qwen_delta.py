@@ -28,8 +28,14 @@ __all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT"]
 NET = "model.layers.*.linear_attn"
 HEADS = "(heads head_dim) embed"
 LINEAR = "linear_attention"
-# Layers for multi-token prediction, which transformers does not read either.
+# The layer for multi-token prediction, which transformers does not read.
 NEXT_TOKEN = ("mtp.*",)
+MTP: Mapping[str, Weight] = {
+    "embedding_norm": Weight("mtp.pre_fc_norm_embedding.weight", "norm"),
+    "hidden_norm": Weight("mtp.pre_fc_norm_hidden.weight", "norm"),
+    "fusion": Weight("mtp.fc.weight", "rank embed"),
+    "final_norm": Weight("mtp.norm.weight", "norm"),
+}
 
 SHARED: Mapping[str, Weight] = {
     **qwen.MOE_WEIGHTS,
@@ -129,6 +135,7 @@ QWEN3_NEXT = Family(
     options=OPTIONS,
     ignored=NEXT_TOKEN,
     carried=NEXT_TOKEN,
+    mtp=MTP,
 )
 QWEN3_5 = Family(
     "Qwen3_5",
@@ -140,6 +147,7 @@ QWEN3_5 = Family(
     judges_tokens=False,
     ignored=NEXT_TOKEN,
     carried=NEXT_TOKEN,
+    mtp=MTP,
 )
 # It has no dense layers, and always normalises the weights of a token's experts.
 FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
@@ -168,4 +176,5 @@ QWEN3_5_MOE = Family(
     judges_tokens=False,
     ignored=NEXT_TOKEN,
     carried=NEXT_TOKEN,
+    mtp=MTP,
 )

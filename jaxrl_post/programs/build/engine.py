@@ -1,6 +1,7 @@
 """Opens the sampler of a program, with sizes from its options."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -75,7 +76,8 @@ def make_engine(
         kernels: as `Engine` has it.
 
     Raises:
-        ConfigError: guesses by a draft model with states, or in exact mode for one.
+        ConfigError: guesses by a draft model with states, or in exact mode for one; a
+            layer for multi-token prediction that is not there.
     """
     if exact and rollout.guesses and model.config.has_states:
         raise ConfigError(
@@ -103,7 +105,7 @@ def make_engine(
         mesh=weights.mesh,
         rules=model.rules,
         detokenize=model.tokenizer.decode,
-        draft=_open_draft(rollout.draft, model, weights, sizes.max_length),
+        draft=_open_draft(rollout, model, weights, sizes.max_length),
         kernels=kernels,
     )
 
@@ -127,38 +129,46 @@ def sampler_memory(
     sizes = engine_sizes(rollout, split, stop_ids=len(model.tokenizer.stop_ids))
     dtype = cache_dtype(rollout, weights.dtype)
 
-    def cache(config: ModelConfig) -> PyTree:
-        functions = DeviceFunctions(config, sizes, dtype, mesh, rules)
+    def cache(config: ModelConfig, slots: int = 0) -> PyTree:
+        functions = DeviceFunctions(
+            config, sizes, dtype, mesh, rules, layer_slots=slots
+        )
         return placed(functions.pages_shape, functions.pages_shardings)
 
-    draft = _open_draft(rollout.draft, model, weights, sizes.max_length, read=False)
+    draft, slots = _open_draft(rollout, model, weights, sizes.max_length, read=False), 0
+    if draft is not None and draft.is_layer:
+        slots = DeviceFunctions(model.config, sizes, dtype, mesh, rules).num_states
     return SamplerMemory(
         cache(model.config),
-        draft and (draft.params, cache(draft.config)),
+        draft and (draft.params, cache(draft.config, slots)),
         [copied(weights.copies) for _ in range(versions)],
         mesh,
     )
 
 
 def _open_draft(
-    directory: str | None,
+    rollout: RolloutConfig,
     model: Model,
     weights: SamplerLayout,
     longest: int,
     *,
     read: bool = True,
 ) -> Draft | None:
-    """Opens the model that guesses, on the sampler's mesh; abstract without `read`.
+    """Opens what guesses, on the sampler's mesh; abstract without `read`.
 
     Raises:
-        ConfigError: its tokenizer has other ids than the sampled model's, its layers
-            carry states, or its context is shorter than the longest sample.
+        ConfigError: the draft's tokenizer has other ids than the sampled model's, its
+            layers carry states, or its context is shorter than the longest sample; or
+            the model has no layer for multi-token prediction.
         MeshError: the mesh does not divide it.
     """
+    directory = rollout.draft
+    layout = {"mesh": weights.mesh, "rules": model.rules, "dtype": weights.dtype}
+    if rollout.mtp:
+        return _open_layer(model, layout, read=read)
     if directory is None:
         return None
     require_same_ids(directory, model, "--rollout.draft")
-    layout = {"mesh": weights.mesh, "rules": model.rules, "dtype": weights.dtype}
     try:
         config, params = pretrained.load(directory, head="lm", weights=read, **layout)
     except MeshError as error:
@@ -176,6 +186,27 @@ def _open_draft(
             f"than a prompt and its completion, {longest}; use a model with a longer "
             "one, or drop the option"
         )
+    return Draft(config, params)
+
+
+def _open_layer(model: Model, layout: dict[str, Any], *, read: bool) -> Draft:
+    """Opens the model's layer for multi-token prediction.
+
+    Raises:
+        ConfigError: the model is a preset, or its directory holds no such layer.
+        MeshError: the mesh does not divide it.
+    """
+    if model.source is None:
+        raise ConfigError(
+            f"--rollout.mtp: the layer is read from a model's directory, and "
+            f"{model.name} is a preset; drop the option"
+        )
+    try:
+        config, params = pretrained.load_mtp(model.source, weights=read, **layout)
+    except pretrained.CheckpointError as error:
+        raise ConfigError(f"--rollout.mtp: {error}") from error
+    except MeshError as error:
+        raise MeshError(f"--rollout.mtp: {error}") from error
     return Draft(config, params)
 
 

@@ -369,7 +369,7 @@ class JetStreamEngine:
         with self._own_mesh():
             pages = self._slots.empty_prefix()
             for rows in self._chunks(prompt.tolist()):
-                pages, _ = self._functions.prefill(params, pages, rows)
+                pages, *_ = self._functions.prefill(params, pages, rows)
         return Prefix(
             pages,
             np.asarray(prompt[-1], np.int32),
