@@ -448,7 +448,7 @@ class Engine:
 
     @property
     def _layer(self) -> tuple[Any, ...]:
-        """What every call takes of a layer for multi-token prediction; () without."""
+        """Parameters and pages of a layer for multi-token prediction; () without."""
         if self._draft is None or not self._draft.is_layer:
             return ()
         return self._draft.params, self._draft_pages
@@ -574,7 +574,7 @@ def _share(draft: Draft, config: ModelConfig) -> float:
     def read(config: ModelConfig) -> int:
         specs = param_specs(config)
         total = sum(each.size for each in jax.tree.leaves(specs, is_leaf=is_spec))
-        # Of a table of embeddings that is not the head too, a pass reads a few rows.
+        # A pass reads few rows of a table of embeddings that is not the head too.
         return total - (specs.embedding.size if specs.unembedding is not None else 0)
 
     return read(draft.config) / read(config)

@@ -78,7 +78,7 @@ def look_up(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draft:
-    """What guesses, on the sampler's mesh; its parameters do not change.
+    """A draft that guesses, on the sampler's mesh; its parameters do not change.
 
     It is a model, or the sampled model's layer for multi-token prediction.
 
@@ -231,8 +231,8 @@ class MTPLayer:
     ) -> tuple[Int[Array, "rows guesses"], KVCache]:
         """Guesses the next tokens, one fewer than positions.
 
-        The keys of guesses are made from the layer's own hidden states. `feed` replaces
-        them by those of the tokens that count.
+        The keys of guesses are made from the layer's own hidden states. When the tokens
+        that count are fed, their keys replace these.
 
         Args:
             ahead: the layer's hidden states at the first of the positions.

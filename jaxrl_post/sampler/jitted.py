@@ -230,7 +230,7 @@ class DeviceFunctions:
         """Function of (params, pages, rows, key, floor, drafter, drafted, burst).
 
         `drafter` and `drafted` are the draft model's parameters and pages, in a burst
-        that it guesses, or those of the layer for multi-token prediction. The keyword
+        that it guesses, or the layer's for multi-token prediction. The keyword
         `burst` is static, and made by `burst`. Returns the pages, what up to
         `steps_per_call` steps emitted, the forward passes of each row, how far the rows
         have come, and the draft's pages.

@@ -45,9 +45,9 @@ class Family:
         unused: patterns of tensors that released files have and a model of a config
             lacks; they are left unread like `ignored`.
         carried: of `ignored`, those that are saved as they were in `save`'s source.
-        mtp: weights of a layer for multi-token prediction by our path, without those of
-            its decoder layer, which are as in `weights` (`mtp_weights`); none if the
-            family has no such layer that we read.
+        mtp: weights of a layer for multi-token prediction by our path; empty if the
+            family has no such layer that we read. Its decoder layer's weights are not
+            in it: they are as in `weights` (`mtp_weights`).
     """
 
     architecture: str
