@@ -149,7 +149,7 @@ def assert_folders(run: Path, name: str) -> None:
 # longer tier.
 PLAINER = {
     *("ppo", "ppo_lora", "ppo_shared", "reward", "distill", "distill_whole"),
-    *("drafted", "lora", "kto"),
+    *("drafted", "lora", "kto", "process"),
 }
 
 

@@ -99,7 +99,10 @@ def assert_close(found, expected, implementation):
     ("heads", "kv_heads", "positions", "ends", "window"),
     [
         pytest.param(4, 4, ARANGE, None, None, id="multi-head"),
-        pytest.param(4, 2, POSITIONS, ENDS, None, id="grouped, packed"),
+        # The case of a window has all of this too.
+        pytest.param(
+            *(4, 2, POSITIONS, ENDS, None), id="grouped, packed", marks=pytest.mark.all
+        ),
         pytest.param(4, 1, ARANGE, None, 3, id="multi-query, window"),
         pytest.param(6, 2, POSITIONS, ENDS, 2, id="grouped, packed, window"),
         pytest.param(2, 2, ARANGE, None, 1, id="itself alone"),
@@ -324,7 +327,7 @@ ON_GPU = (1, 4)
 
 # Every size of tiles and of scores, a window, a cap, sinks, and a kernel of each kind;
 # the other seeds mix the same otherwise.
-@pytest.mark.parametrize("seed", daily(range(12), (2, 3, 4)))
+@pytest.mark.parametrize("seed", daily(range(12), (2, 3)))
 def test_random_forests_equal_the_reference(monkeypatch, seed):
     """Up to five levels, windows, softcaps and sinks, in float32."""
     monkeypatch.setattr(api, "TILE", 4)
@@ -408,7 +411,9 @@ def test_tiles_without_a_visible_score_are_skipped():
         # The last two cases divide the same, and devices share a key head there.
         pytest.param("dp2,tp4", 8, marks=pytest.mark.all),
         pytest.param("dp8", 2, marks=pytest.mark.all),
-        pytest.param("dp2,tp4", 2, id="two devices read one key head"),
+        pytest.param(
+            "dp2,tp4", 2, id="two devices read one key head", marks=pytest.mark.all
+        ),
         pytest.param("fsdp2,tp2,dp2", 1, id="all devices read one key head"),
     ],
 )

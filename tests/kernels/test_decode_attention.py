@@ -149,7 +149,7 @@ OPTIONS = {
     ("queries", "name"),
     daily(
         itertools.product([1, 3], OPTIONS),
-        [(1, "plain"), (3, "window"), (1, "sinks"), (3, "all")],
+        [(1, "plain"), (3, "all")],
     ),
 )
 def test_both_parts_are_one_softmax(implementation, name, queries):

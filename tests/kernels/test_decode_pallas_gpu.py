@@ -5,6 +5,8 @@ test_quantized_entries.py, with the other implementations. That it compiles for 
 GPU is shown in test_compiled_for_gpu.py.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from jaxrl_post.kernels.decode_attention.gpu_sizes import WHOLE, Sizes, Widths
 from jaxrl_post.kernels.decode_attention.pallas_gpu import part_of_keys
 from jaxrl_post.kernels.decode_attention.shapes import SHAPES
 from tests.kernels.test_decode_pallas_tpu import case, part, sees
+from tests.tiers import daily
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -51,12 +54,18 @@ def exact(arrays, scoring):
 # values; a window and a cap.
 @pytest.mark.parametrize(
     ("shape", "window", "sizes"),
-    [
-        ((3, 1, 4, 2, 256, 64, 64), None, None),
-        ((2, 1, 4, 1, 328, 80, 96), 100, Sizes(16, 3, 2)),
-        ((2, 5, 8, 2, 208, 128, 64), None, Sizes(16, 4, 3)),
-        ((2, 1, 2, 1, 37, 256, 256), 5, None),
-    ],
+    daily(
+        [
+            ((3, 1, 4, 2, 256, 64, 64), None, None),
+            ((2, 1, 4, 1, 328, 80, 96), 100, Sizes(16, 3, 2)),
+            ((2, 5, 8, 2, 208, 128, 64), None, Sizes(16, 4, 3)),
+            ((2, 1, 2, 1, 37, 256, 256), 5, None),
+        ],
+        [
+            ((2, 1, 4, 1, 328, 80, 96), 100, Sizes(16, 3, 2)),
+            ((2, 1, 2, 1, 37, 256, 256), 5, None),
+        ],
+    ),
 )
 def test_without_races(shape, window, sizes):
     arrays = case(*shape, jnp.bfloat16)
@@ -99,8 +108,10 @@ def test_keys_that_are_the_values_too():
     assert np.linalg.norm(error) <= 2**-8 * np.linalg.norm(attended(expected)[seen])
 
 
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("code", [None, "int8"])
+@pytest.mark.parametrize(
+    ("code", "window"),
+    daily(itertools.product([None, "int8"], [None, 50]), {(None, None), ("int8", 50)}),
+)
 def test_keys_that_no_query_sees_are_not_read(window, code):
     """They hold NaN, which even a weight of 0 would pass on."""
     query, key, value, at, positions = case(4, 1, 4, 2, 512, 64, 64, jnp.bfloat16)

@@ -19,6 +19,7 @@ from jaxrl_post.kernels.decode_attention.pallas_tpu import (
     Sizes,
     part_of_keys,
 )
+from tests.tiers import daily
 
 NO_TOKEN = np.iinfo(np.int32).max
 # Fails where two accesses of a buffer are not ordered, and where a read leaves it.
@@ -82,13 +83,19 @@ def sees(query_positions):
 # divides, or does not.
 @pytest.mark.parametrize(
     ("shape", "window", "sizes"),
-    [
-        ((4, 1, 4, 2, 384, 128, 128), None, None),
-        ((4, 1, 14, 2, 384, 64, 64), 100, Sizes(2, 1, 16, 128)),
-        ((4, 3, 4, 2, 256, 128, 80), 70, Sizes(4, 2, 16, 128)),
-        ((2, 20, 4, 2, 256, 192, 128), None, Sizes(1, 2, 16, 256)),
-        ((3, 1, 2, 2, 37, 24, 40), 5, None),
-    ],
+    daily(
+        [
+            ((4, 1, 4, 2, 384, 128, 128), None, None),
+            ((4, 1, 14, 2, 384, 64, 64), 100, Sizes(2, 1, 16, 128)),
+            ((4, 3, 4, 2, 256, 128, 80), 70, Sizes(4, 2, 16, 128)),
+            ((2, 20, 4, 2, 256, 192, 128), None, Sizes(1, 2, 16, 256)),
+            ((3, 1, 2, 2, 37, 24, 40), 5, None),
+        ],
+        [
+            ((4, 3, 4, 2, 256, 128, 80), 70, Sizes(4, 2, 16, 128)),
+            ((3, 1, 2, 2, 37, 24, 40), 5, None),
+        ],
+    ),
 )
 def test_without_races(shape, window, sizes):
     arrays = case(*shape)

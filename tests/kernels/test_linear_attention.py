@@ -22,6 +22,7 @@ from jaxrl_post.kernels.linear_attention import (
     reference,
 )
 from jaxrl_post.sharding import create_mesh
+from tests.tiers import daily
 
 RULES = pytest.mark.parametrize("rule", ["delta", "sum"])
 
@@ -88,7 +89,9 @@ def with_gradients(function, tokens, weight):
 # Strong decays, too: e^G is then 0 in float32.
 @pytest.mark.parametrize("decay", [-2.0, 3.0])
 @RULES
-@pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 200, 300])
+@pytest.mark.parametrize(
+    "length", daily([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 200, 300], {1, CHUNK + 1})
+)
 def test_chunks_of_trees_are_the_recurrence(length, rule, decay):
     previous, ends = forests(length)
     tokens = inputs(2, length, rule, decay=decay)
@@ -233,7 +236,10 @@ def test_too_many_states_are_no_numbers():
 @pytest.mark.meshes
 @pytest.mark.parametrize(
     ("mesh", "rule"),
-    [("dp2", "delta"), ("tp2", "delta"), ("dp2,tp2", "delta"), ("dp2,tp4", "sum")],
+    daily(
+        [("dp2", "delta"), ("tp2", "delta"), ("dp2,tp2", "delta"), ("dp2,tp4", "sum")],
+        {("dp2,tp2", "delta"), ("dp2,tp4", "sum")},
+    ),
 )
 def test_a_mesh_changes_nothing(mesh, rule):
     previous, ends = forests(150)

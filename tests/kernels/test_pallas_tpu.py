@@ -26,6 +26,7 @@ from jaxrl_post.kernels.attention.pallas_tpu import TpuTiles
 from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob import pallas_tpu as head
 from jaxrl_post.kernels.token_logprob.counted import ByRow
+from tests.tiers import daily
 
 # Fails where two accesses of a buffer are not ordered, and where a read leaves it.
 RACES = pltpu.InterpretParams(detect_races=True)
@@ -97,12 +98,15 @@ def whole(positions, ends, window, query, key, value):
 # Head sizes of real models, among them DeepSeek's latent attention; groups of 1 to 7.
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "window", "tile"),
-    [
-        (2, 2, 64, 64, None, Tile(128, 128)),
-        (7, 1, 80, 80, 60, Tile(128, 256)),
-        (4, 2, 192, 128, None, Tile(256, 128)),
-        (2, 1, 256, 256, 100, None),
-    ],
+    daily(
+        [
+            (2, 2, 64, 64, None, Tile(128, 128)),
+            (7, 1, 80, 80, 60, Tile(128, 256)),
+            (4, 2, 192, 128, None, Tile(256, 128)),
+            (2, 1, 256, 256, 100, None),
+        ],
+        [(7, 1, 80, 80, 60, Tile(128, 256))],
+    ),
 )
 def test_attention_without_races(heads, kv_heads, dim, value_dim, window, tile):
     positions, ends = forest(2, 300)
@@ -141,7 +145,10 @@ def test_attention_is_deterministic():
 
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks"),
-    [(None, None, False), (50, None, True), (None, 2.0, False), (50, 2.0, True)],
+    daily(
+        [(None, None, False), (50, None, True), (None, 2.0, False), (50, 2.0, True)],
+        {(None, None, False), (50, 2.0, True)},
+    ),
 )
 def test_bfloat16_attention_is_as_exact_as_its_rounding(window, softcap, sinks):
     """The error against float64 is at most twice the bfloat16 reference's."""

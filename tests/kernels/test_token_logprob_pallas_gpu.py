@@ -5,6 +5,8 @@ what rounding of the operands leaves. That the kernels compile for a Hopper GPU 
 in test_compiled_for_gpu.py.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from jaxrl_post.kernels.token_logprob import (
 )
 from jaxrl_post.kernels.token_logprob.counted import ByRow
 from jaxrl_post.sharding import create_mesh
+from tests.tiers import daily
 
 
 def arrays(rows, width, vocab, vocab_size=None, *, scale=0.3, seed=0):
@@ -246,8 +249,13 @@ def plain(settings, kernel, grid, result, results, *, name):
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("spec", ["dp2,tp4", "fsdp4,tp2"])
-@pytest.mark.parametrize("has_kept", [False, True])
+@pytest.mark.parametrize(
+    ("has_kept", "spec"),
+    daily(
+        itertools.product([False, True], ["dp2,tp4", "fsdp4,tp2"]),
+        {(False, "fsdp4,tp2"), (True, "dp2,tp4")},
+    ),
+)
 def test_a_split_vocabulary(monkeypatch, spec, has_kept):
     """The interpreter knows one device, so that here kernels are ordinary programs."""
     inputs = arrays(128, 64, 1280, 1200)

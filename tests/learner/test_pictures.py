@@ -21,6 +21,7 @@ from jaxrl_post.models.vision import RowPictures, for_devices
 from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
 from tests.models.vision.rows_of_pictures import drawn, seeing
+from tests.tiers import daily
 
 NAMES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 TOLERANCE = 3e-5
@@ -91,7 +92,10 @@ def test_trees_give_what_rows_alone_give(name):
 
 @pytest.mark.parametrize(
     ("spec", "devices"),
-    [("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("dp2,tp2", 4), ("cp2", 2)],
+    daily(
+        [("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("dp2,tp2", 4), ("cp2", 2)],
+        {("dp2,tp2", 4), ("cp2", 2)},
+    ),
 )
 def test_meshes_change_nothing(spec, devices):
     config, params = seeing("qwen3_vl")

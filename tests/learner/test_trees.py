@@ -240,7 +240,7 @@ def _several_tiles(monkeypatch):
 # others divide and share is one of these.
 @pytest.mark.parametrize(
     "name",
-    daily(CASES, ["grpo", "dapo", "ppo with a critic", "dpo", "distillation"]),
+    daily(CASES, ["grpo", "ppo with a critic", "distillation"]),
 )
 def test_trees_train_as_rows_that_repeat_the_prompt(name):
     assert_equal(outcome(name, True), outcome(name, False))
