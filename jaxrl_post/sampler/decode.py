@@ -39,7 +39,14 @@ from jaxrl_post.sampler.calls import (
     Progress,
     Rows,
 )
-from jaxrl_post.sampler.guessing import Draft, MTPLayer, look_up, propose
+from jaxrl_post.sampler.guessing import (
+    Ahead,
+    Draft,
+    MTPLayer,
+    entry,
+    look_up,
+    propose,
+)
 from jaxrl_post.sampler.pages import (
     Pages,
     own_entries,
@@ -110,7 +117,7 @@ def prefill_states(
         before, view = _without_hidden(view, params)
         before = jnp.concatenate([before[:, None], hidden[:, :-1]], axis=1)
         _, view = layer.feed(jnp.asarray(rows.tokens), before, positions, view)
-        last = _entry(hidden, jnp.asarray(rows.sizes) - 1)
+        last = entry(hidden, jnp.asarray(rows.sizes) - 1)
         view = dataclasses.replace(view, states=(last,))
         drafted = _with_chunks(specs, draft.pages, view, rows, rules)
     return Prefilled(pages, hidden, chosen, drafted)
@@ -148,12 +155,6 @@ def _without_hidden(
     """The hidden states [rows, hidden] of a layer's view, and the view without them."""
     (found,) = view.states
     return found.astype(params.final_norm.dtype), dataclasses.replace(view, states=())
-
-
-def _entry(hidden: Array, at: Array) -> Array:
-    """hidden[r, at[r]] of every row r; the first where `at` is negative."""
-    at = jnp.maximum(at, 0)[:, None, None]
-    return jnp.take_along_axis(hidden, at, axis=1)[:, 0]
 
 
 def _fed(
@@ -260,7 +261,7 @@ def _burst(
         view = dataclasses.replace(view, states=states)
     else:
         view = _view(specs, pages, rows, rules)
-    draft_view = layer = before = ahead = None
+    draft_view = layer = ahead = None
     if draft is not None and draft_pages is not None:
         hidden_specs = (hidden_spec(draft.config),) if draft.is_layer else ()
         draft_view = _view(hidden_specs, draft_pages, rows, rules)
@@ -269,6 +270,8 @@ def _burst(
                 draft, params, rules, truncate=drawing.truncate, kernels=kernels
             )
             before, draft_view = _without_hidden(draft_view, params)
+            ahead = layer.begin(progress.tokens, before, progress.positions, draft_view)
+            draft_view = None
     sample_keys = jax.vmap(
         lambda prompt, index: jax.random.fold_in(jax.random.fold_in(key, prompt), index)
     )(rows.prompt_ids, rows.sample_indices)
@@ -346,29 +349,16 @@ def _burst(
             lambda leaf: leaf.reshape(count, width, *leaf.shape[1:]), Emitted(*drawn)
         )
 
-    if layer is not None:
-        assert before is not None
-        assert draft_view is not None
-        ahead, draft_view = layer.feed(
-            progress.tokens[:, None],
-            before[:, None],
-            progress.positions[:, None],
-            draft_view,
-        )
-        ahead = ahead[:, 0]
-
     def going_on(state: _State) -> Array:
         return (state.steps < burst.steps) & enough(state.active)
 
     def body(state: _State) -> _State:
         active, at = state.active, state.positions[:, None] + inside
         fed, uniforms = state.tokens[:, None], noise(at)
-        draft_view, ahead, before = state.draft_view, state.ahead, state.before
-        if layer is not None and guesses:
-            guessed, draft_view = layer.propose(
-                ahead, at, uniforms, rows.sampling, draft_view
-            )
-        elif draft is not None and draft_view is not None and layer is None:
+        draft_view, ahead = state.draft_view, state.ahead
+        if layer is not None and ahead is not None and guesses:
+            guessed, ahead = layer.propose(ahead, at, uniforms, rows.sampling)
+        elif draft is not None and draft_view is not None:
             guessed, draft_view = propose(
                 draft,
                 state.tokens,
@@ -406,12 +396,9 @@ def _burst(
         counts = state.counts + new
         left = active & ~stopped & (remaining > 0)
         last = jnp.maximum(new - 1, 0)[:, None]
-        if layer is not None:
+        if layer is not None and ahead is not None:
             passed = hidden.reshape(count, width, -1)
-            found, draft_view = layer.feed(drawn.tokens, passed, at + 1, draft_view)
-            moves = (new > 0)[:, None]
-            ahead = jnp.where(moves, _entry(found, new - 1), ahead)
-            before = jnp.where(moves, _entry(passed, new - 1), before)
+            ahead = layer.advance(ahead, drawn.tokens, passed, at + 1, new)
         history = state.history
         if history is not None:
             history = _put(history, drawn.tokens, at + 1, accepted)
@@ -435,7 +422,6 @@ def _burst(
             entries=entries,
             draft_view=draft_view,
             ahead=ahead,
-            before=before,
             emitted=jax.tree.map(
                 lambda all_, one: _put(all_, one, place, accepted), state.emitted, drawn
             ),
@@ -454,7 +440,6 @@ def _burst(
         entries=(view.keys, view.values, view.states),
         draft_view=draft_view,
         ahead=ahead,
-        before=before,
         emitted=_nothing((count, burst.steps), config, burst),
     )
     state = jax.lax.while_loop(going_on, body, state)
@@ -469,12 +454,13 @@ def _burst(
     places = rows.pages, first, touched, rules
     states = write_states(specs, pages, states, rows.states, rules)
     pages = write_pages(pages, after, *places).replace(states=states)
-    if draft is not None and draft_pages is not None and state.draft_view is not None:
-        if layer is not None:
-            states = (state.before,)
-            states = write_states(hidden_specs, draft_pages, states, rows.states, rules)
-            draft_pages = draft_pages.replace(states=states)
-        draft_pages = write_pages(draft_pages, state.draft_view, *places)
+    written = state.draft_view
+    if draft_pages is not None and state.ahead is not None:
+        written, states = state.ahead.cache, (state.ahead.before,)
+        states = write_states(hidden_specs, draft_pages, states, rows.states, rules)
+        draft_pages = draft_pages.replace(states=states)
+    if draft_pages is not None and written is not None:
+        draft_pages = write_pages(draft_pages, written, *places)
     computed = progress.positions + state.counts - rows.starts
     progress = Progress(
         state.tokens,
@@ -499,9 +485,7 @@ class _State(NamedTuple):
         history: int32 [rows, length], the row's tokens; None without guesses.
         entries: keys, values and states of all layers.
         draft_view: keys and values of the draft model; None without one.
-        ahead: [rows, hidden], the hidden states of the layer for multi-token prediction
-            at the token to feed, None without one.
-        before: [rows, hidden], the model's at the token before, None then too.
+        ahead: of the layer for multi-token prediction; None without one.
         emitted: the tokens sampled in this burst, [rows, steps].
     """
 
@@ -515,8 +499,7 @@ class _State(NamedTuple):
     history: Array | None
     entries: tuple[Any, Any, Any]
     draft_view: KVCache | None
-    ahead: Array | None
-    before: Array | None
+    ahead: Ahead | None
     emitted: Emitted
 
 

@@ -11,6 +11,7 @@ References:
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,15 @@ from jaxrl_post.sampler.sampling import Drawing, SamplingArrays, sample_next
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Draft", "Guessing", "MTPLayer", "look_up", "propose"]
+__all__ = [
+    "Ahead",
+    "Draft",
+    "Guessing",
+    "MTPLayer",
+    "entry",
+    "look_up",
+    "propose",
+]
 
 # Tokens of a history's end that are compared with earlier places.
 LONGEST_MATCH = 3
@@ -163,6 +172,28 @@ def propose(
     return guesses[:-1].T, cache
 
 
+class Ahead(NamedTuple):
+    """Progress of a layer for multi-token prediction in a burst.
+
+    Attributes:
+        hidden: the layer's final hidden states at the tokens to feed.
+        before: the model's at the tokens before them.
+        cache: the layer's.
+    """
+
+    hidden: Float[Array, "rows hidden"]
+    before: Float[Array, "rows hidden"]
+    cache: KVCache
+
+
+def entry(
+    hidden: Float[Array, "rows length hidden"], at: Int[Array, " rows"]
+) -> Float[Array, "rows hidden"]:
+    """Returns hidden[r, at[r]] of every row r; the first where `at` is negative."""
+    at = jnp.maximum(at, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, at, axis=1)[:, 0]
+
+
 class MTPLayer:
     """A layer for multi-token prediction in a call of the sampler.
 
@@ -184,13 +215,13 @@ class MTPLayer:
         rules: Rules,
         *,
         truncate: bool = False,
-        kernels: Implementation,
+        kernels: Implementation = "auto",
     ) -> None:
         assert isinstance(draft.params, MTPParams)
         self._config, self._params = draft.config, draft.params
         self._decoder = with_mtp_layer(params, draft.params)
-        self._rules, self._kernels = rules, kernels
-        self._drawing = Drawing(truncate, kernels=kernels)
+        self._rules, self._drawing = rules, Drawing(truncate, kernels=kernels)
+        self._execution = Execution(kernels=kernels)
 
     def feed(
         self,
@@ -218,31 +249,67 @@ class MTPLayer:
             positions=positions,
             kv_view=cache,
             rules=self._rules,
-            execution=Execution(kernels=self._kernels),
+            execution=self._execution,
+        )
+
+    def begin(
+        self,
+        tokens: Int[Array, " rows"],
+        before: Float[Array, "rows hidden"],
+        positions: Int[Array, " rows"],
+        cache: KVCache,
+    ) -> Ahead:
+        """Feeds the first tokens of a burst, as `feed`."""
+        hidden, cache = self.feed(
+            tokens[:, None], before[:, None], positions[:, None], cache
+        )
+        return Ahead(hidden[:, 0], before, cache)
+
+    def advance(
+        self,
+        ahead: Ahead,
+        tokens: Int[Array, "rows width"],
+        hidden: Float[Array, "rows width hidden"],
+        positions: Int[Array, "rows width"],
+        new: Int[Array, " rows"],
+    ) -> Ahead:
+        """Feeds the tokens that a pass has drawn.
+
+        Args:
+            ahead: before the pass.
+            tokens: int32.
+            hidden: the model's final hidden states, from which they were drawn.
+            positions: int32, of the tokens.
+            new: int32, how many of them count.
+        """
+        found, cache = self.feed(tokens, hidden, positions, ahead.cache)
+        moves, last = (new > 0)[:, None], new - 1
+        return Ahead(
+            jnp.where(moves, entry(found, last), ahead.hidden),
+            jnp.where(moves, entry(hidden, last), ahead.before),
+            cache,
         )
 
     def propose(
         self,
-        ahead: Float[Array, "rows hidden"],
+        ahead: Ahead,
         positions: Int[Array, "rows width"],
         uniforms: Float[Array, "rows width"],
         sampling: SamplingArrays,
-        cache: KVCache,
-    ) -> tuple[Int[Array, "rows guesses"], KVCache]:
+    ) -> tuple[Int[Array, "rows guesses"], Ahead]:
         """Guesses the next tokens, one fewer than positions.
 
         The keys of guesses are made from the layer's own hidden states. When the tokens
         that count are fed, their keys replace these.
 
         Args:
-            ahead: the layer's hidden states at the first of the positions.
+            ahead: at the first of the positions.
             positions: int32, of the tokens that the next pass feeds.
             uniforms: float32 in [0, 1), of the tokens that it draws.
             sampling: sampling parameters of the rows.
-            cache: of the layer, with all tokens up to the first position.
 
         Returns:
-            int32 ids of the guesses, and the cache.
+            int32 ids of the guesses, and `ahead` with their keys.
         """
 
         def draw(hidden: Array, uniform: Array) -> Array:
@@ -266,10 +333,11 @@ class MTPLayer:
             token = draw(found[:, 0], uniform)
             return (token, found[:, 0], cache), token
 
-        first = draw(ahead, uniforms[:, 0])
+        first = draw(ahead.hidden, uniforms[:, 0])
         inputs = positions[:, 1:-1].T, uniforms[:, 1:-1].T
-        (_, _, cache), rest = jax.lax.scan(step, (first, ahead, cache), inputs)
-        return jnp.concatenate([first[None], rest]).T, cache
+        begin = first, ahead.hidden, ahead.cache
+        (_, _, cache), rest = jax.lax.scan(step, begin, inputs)
+        return jnp.concatenate([first[None], rest]).T, ahead._replace(cache=cache)
 
 
 @dataclasses.dataclass

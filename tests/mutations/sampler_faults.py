@@ -336,22 +336,22 @@ SAMPLER = [
     Fault(
         "the hidden state after a prefill is that of its padding",
         "sampler/decode.py::prefill_states",
-        "_entry(hidden, jnp.asarray(rows.sizes) - 1)",
+        "entry(hidden, jnp.asarray(rows.sizes) - 1)",
         "hidden[:, -1]",
         "sampler/test_mtp.py",
     ),
     Fault(
         "the hidden state after a pass is that of its last guess",
-        "sampler/decode.py::_burst.body",
-        "_entry(passed, new - 1)",
-        "passed[:, -1]",
+        "sampler/guessing.py::MTPLayer.advance",
+        "entry(hidden, last)",
+        "hidden[:, -1]",
         "sampler/test_mtp.py",
     ),
     Fault(
         "keys of guesses take the place of the counted tokens' keys",
         "sampler/decode.py::_burst.body",
-        "layer.feed(drawn.tokens, passed, at + 1, draft_view)",
-        "layer.feed(drawn.tokens, passed, at + width, draft_view)",
+        "layer.advance(ahead, drawn.tokens, passed, at + 1, new)",
+        "layer.advance(ahead, drawn.tokens, passed, at + width, new)",
         "sampler/test_mtp.py",
     ),
     Fault(

@@ -145,18 +145,24 @@ def test_passes_are_those_of_whole_sequences(model, sizes):
 
 
 def test_the_layer_is_fed_without_guesses_too(model):
-    """Bursts in a pause, and of one step, leave no holes."""
+    """Bursts in a pause leave no holes."""
     engine, whole = guesser(model), Whole(model, layer_of(model))
-    given = greedy(3, 21)
-    engine.submit(given)
-    engine.guessing._pause = 2
-    done = []
-    while not done:
-        done = engine.step(model.params)
-    ids = done[0].tokens.ids.tolist()
-    # The first two bursts had no guesses: 4 tokens each.
-    rest = (*given.prompt, *ids[:8])
-    assert engine.guessing.passes == whole.passes(rest, ids[8:], GUESSING)
+    for number in range(4):
+        given, before = greedy(number, 21), engine.guessing.passes
+        engine.submit(given)
+        engine.guessing._pause = 1
+        engine.dispatch(model.params)
+        assert not engine.settle()
+        done = []
+        while not done:
+            done = engine.step(model.params)
+        ids = done[0].tokens.ids.tolist()
+        # The first two bursts had no guesses, 4 tokens each.
+        assert engine.guessing.tokens == 4 * (number + 1)
+        known = (*given.prompt, *ids[:8])
+        passes = engine.guessing.passes - before
+        assert passes == whole.passes(known, ids[8:], GUESSING)
+    assert engine.guessing.passes < 16
 
 
 @pytest.mark.parametrize("fault", ["no hidden state", "state of the call before"])
@@ -238,7 +244,9 @@ def test_on_a_mesh(model, mesh):
 def test_prompts_with_scores(model):
     """A call that scores a prompt feeds the layer too."""
     engine, whole = guesser(model), Whole(model, layer_of(model))
-    given = dataclasses.replace(greedy(4, 23), prompt_scores=True)
+    given = greedy(4, 23)
+    sampling = dataclasses.replace(given.sampling, prompt_scores=True)
+    given = dataclasses.replace(given, sampling=sampling)
     passes, done = passes_of(engine, model, given)
     ids = done.tokens.ids.tolist()
     assert passes == whole.passes(given.prompt, ids, GUESSING)
@@ -249,8 +257,8 @@ def test_refused():
     exact = dataclasses.replace(SIZES, exact=True)
     with pytest.raises(ValueError, match="neither in exact mode nor"):
         Engine(model.config, exact, draft=layer_of(model))
-    config = dataclasses.replace(tiny.CONFIG, max_length=128)
+    config = tiny.CONFIG
     layer = mtp_config(config)
     draft = Draft(layer, initialize(jax.random.key(0), mtp_specs(layer)))
     with pytest.raises(ValueError, match=f"{config.model_type} has none"):
-        Engine(config, EngineConfig(guesses=2), draft=draft)
+        Engine(config, dataclasses.replace(GUESSING, exact=False), draft=draft)
