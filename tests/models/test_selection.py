@@ -27,6 +27,7 @@ from jaxrl_post.models.exact import check_exact
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from tests import tiny
+from tests.tiers import daily
 
 OWN, SHARED = LayerSpec(), LayerSpec(indexed=False)
 TOP_K = 8
@@ -240,11 +241,10 @@ def test_short_rows_choose_nothing_and_have_the_same_bits(config):
 @every_config
 @pytest.mark.parametrize(
     "execution",
-    [
-        Execution(),
-        Execution("full"),
-        Execution("dots", scan=True),
-    ],
+    daily(
+        [Execution(), Execution("full"), Execution("dots", scan=True)],
+        {Execution("full"), Execution("dots", scan=True)},
+    ),
     ids=str,
 )
 def test_values_and_gradients_are_those_of_a_masked_decoder(naive, config, execution):
@@ -307,7 +307,7 @@ def test_a_cache_that_is_filled_in_parts_is_one_forward(naive, config, cuts):
     np.testing.assert_allclose(found, naive[config][0], atol=1e-4)
 
 
-@pytest.mark.parametrize("count", [3, 20, 40])
+@pytest.mark.parametrize("count", daily([3, 20, 40], {20}))
 def test_entries_that_a_group_shares_compete_with_its_own(naive, count):
     """Two sequences share a beginning, and a third shares nothing."""
     _, held = forward(
@@ -384,7 +384,7 @@ def test_a_tree_is_its_paths_with_gradients():
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", daily([False, True], {True}))
 def test_a_mesh_equals_one_device(scan):
     mesh = create_mesh("dp2,fsdp2,tp2")
     tokens = np.stack([TOKENS, TOKENS[::-1]] * 2)

@@ -30,6 +30,7 @@ from jaxrl_post.models.decoder import Execution, _repetitions
 from jaxrl_post.models.exact import exact_forward
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
+from tests.tiers import daily
 
 WIDE = HeadSpec(head_dim=8, num_kv_heads=2, rotary_share=0.5, keys_as_values=True)
 SLIDING, FULL = LayerSpec(mlp="both", window=4), LayerSpec(mlp="both", heads=WIDE)
@@ -193,12 +194,15 @@ def naive():
 
 @pytest.mark.parametrize(
     "execution",
-    [
-        Execution(),
-        Execution(remat="full"),
-        Execution("dots", scan=True),
-        Execution(scan=True),
-    ],
+    daily(
+        [
+            Execution(),
+            Execution(remat="full"),
+            Execution("dots", scan=True),
+            Execution(scan=True),
+        ],
+        {Execution(), Execution("dots", scan=True)},
+    ),
     ids=str,
 )
 def test_values_and_gradients_are_those_of_a_decoder_without_shared_keys(
@@ -308,7 +312,9 @@ def shapes_of(cache):
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("spec", ["dp2,fsdp2,tp2", "dp2,ep2,tp2"])
+@pytest.mark.parametrize(
+    "spec", daily(["dp2,fsdp2,tp2", "dp2,ep2,tp2"], {"dp2,ep2,tp2"})
+)
 def test_a_mesh_equals_one_device(spec):
     mesh = create_mesh(spec)
     tokens = np.stack([TOKENS, TOKENS[::-1]] * 2)

@@ -5,6 +5,7 @@ Each checkpoint was written by make_fixtures.py; all comparisons are in float32.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jaxrl_post import pretrained
 from jaxrl_post.models import DecoderParams, KVCache, ModelConfig, forward, logits
 from jaxrl_post.pretrained.families import FAMILIES
 from jaxrl_post.sharding import create_mesh
+from tests.tiers import daily
 
 TOLERANCE = 1e-4
 # These are models of another family, or have one inside.
@@ -77,10 +79,12 @@ def at_fixed_rotation(case: Loaded) -> Loaded:
     return dataclasses.replace(case, tokens=tokens, expected=expected)
 
 
-def committed(*names: str) -> pytest.MarkDecorator:
-    """Runs a test on some of the committed checkpoints."""
-    folders = [Path(__file__).parent / "fixtures" / name for name in names]
-    return pytest.mark.parametrize("folder", folders, ids=names)
+def committed(*names: str, longer: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Runs a test on some of the committed checkpoints; on some in the longer tier."""
+    whole = (*names, *longer)
+    folders = [Path(__file__).parent / "fixtures" / name for name in whole]
+    cases = daily(folders, folders[: len(names)])
+    return pytest.mark.parametrize("folder", cases, ids=whole)
 
 
 def gap(left, right) -> float:
@@ -132,15 +136,12 @@ def test_padding_on_the_left_changes_nothing(checkpoint):
 
 
 @committed(
-    "llama_mha",
     "llama_tied_mqa_wide_heads",
     "llama_rope_yarn",
     "llama_rope_dynamic_beyond",
     "qwen2_sliding_from_layer_1",
-    "qwen3_sliding_layer_0",
-    "qwen3",
-    "gemma4_text",
     "gemma4_text_every_part",
+    longer=("llama_mha", "qwen3_sliding_layer_0", "qwen3", "gemma4_text"),
 )
 def test_prefill_and_decode_equal_one_forward(folder):
     case = at_fixed_rotation(load(folder))

@@ -15,7 +15,7 @@ import pytest
 
 from jaxrl_post.models import forward, initialize, logits, param_specs
 from jaxrl_post.models.mtp import MTPTokens, mtp_config, mtp_specs, with_mtp_layer
-from jaxrl_post.sampler import Draft, Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler import Draft, Engine, Request, SamplingParams
 from jaxrl_post.sampler import decode as device
 from jaxrl_post.sharding import create_mesh, named_shardings
 from tests import tiny
