@@ -278,7 +278,7 @@ LENGTHS = (1, 1, 1, 5), (2, 1, 3, 4), (3, 2, 2, 1), (4, 4), (7, 1, 2)
 
 @pytest.mark.parametrize(
     "lengths",
-    daily([(each,) for each in LENGTHS], [(LENGTHS[2],)]) + [(1, 63, 64, 65, 1)],
+    [*daily([(each,) for each in LENGTHS], [(LENGTHS[2],)]), (1, 63, 64, 65, 1)],
 )
 def test_packed_rows_are_their_sequences_alone(kind, lengths):
     """Chunks of delta nets have 64 tokens."""
