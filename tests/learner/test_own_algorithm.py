@@ -90,7 +90,7 @@ def test_it_has_a_critic_if_it_has_a_value_objective(module):
 
 # One of each kind; the others differ from these in numbers.
 KINDS = (
-    *("grpo", "gspo", "rloo", "gdpo", "opo", "remax", "vespo", "ppo"),
+    *("grpo", "gspo", "gdpo", "remax", "ppo"),
     *("reinforce_plus_plus", "distillation"),
 )
 

@@ -152,7 +152,7 @@ def gradients(name: str, chunk_bytes: int):
     return grad(parameters()[0], comparison(name, chunk_bytes))
 
 
-@every_divergence
+@pytest.mark.parametrize("name", daily(CASES, {"jsd", "top_k"}))
 def test_chunks_give_the_gradient_of_whole_logits(name):
     packed = batch()
     student, teacher = parameters()

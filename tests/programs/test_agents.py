@@ -27,6 +27,7 @@ from jaxrl_post.serve.recordings import Recording
 from tests.programs import trainers
 from tests.programs.agent_framework import Conversing
 from tests.programs.agent_letters import Choosing, Letters, Numbers, Responding
+from tests.tiers import daily
 
 pytestmark = pytest.mark.processes
 
@@ -113,7 +114,7 @@ def step_as_served(trainer, served, number):
 # Thirty steps in the longer tier; four show the same.
 @pytest.mark.parametrize(
     ("branching", "steps"),
-    [(False, 4), (True, 4), pytest.param(True, 30, marks=pytest.mark.all)],
+    daily([(False, 4), (True, 4), (True, 30)], {(True, 4)}),
 )
 def test_every_row_trains_what_was_served_and_nothing_else(served, branching, steps):
     with training(Letters(branching=branching)) as trainer:

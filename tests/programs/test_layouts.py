@@ -91,7 +91,7 @@ def sampled(model, rollout, params=None):
     return sorted(done, key=lambda c: c.sample_index), published, layout
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, {"plain", "lora", "nf4"}))
 def test_the_samples_are_those_of_the_trainers_own_arrays(kind):
     model = make_model("fsdp4,tp2", **KINDS[kind])
     expected, own, _ = sampled(model, RolloutConfig())

@@ -144,7 +144,7 @@ def test_what_was_sampled_across_an_update_is_what_the_trainer_scores(coin, judg
 @pytest.mark.parametrize(
     ("name", "coefficient"),
     [
-        ("distillation", 0.0),
+        pytest.param("distillation", 0.0, marks=pytest.mark.all),
         ("reinforce_plus_plus", 0.1),
         # Without a KL the same log-probs are compared with nothing.
         pytest.param("reinforce_plus_plus", 0.0, marks=pytest.mark.all),

@@ -38,6 +38,7 @@ from jaxrl_post.programs.evaluate import run_evaluation
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.online import run_rl
 from jaxrl_post.records.directory import read_rows
+from tests.tiers import daily
 
 QUIET = Console(file=io.StringIO())
 ENV = "pictures?train_size=64&eval_size=4"
@@ -124,7 +125,7 @@ RL = RLConfig(
 )
 
 
-@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("lora", daily([0, 2], {2}))
 def test_sampler_and_trainer_see_the_same(runs, tmp_path, lora):
     config = dataclasses.replace(
         RL,
