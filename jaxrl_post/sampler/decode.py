@@ -40,9 +40,9 @@ from jaxrl_post.sampler.calls import (
     Rows,
 )
 from jaxrl_post.sampler.guessing import (
-    Ahead,
     Draft,
     MTPLayer,
+    MTPProgress,
     entry,
     look_up,
     propose,
@@ -499,7 +499,7 @@ class _State(NamedTuple):
     history: Array | None
     entries: tuple[Any, Any, Any]
     draft_view: KVCache | None
-    ahead: Ahead | None
+    ahead: MTPProgress | None
     emitted: Emitted
 
 

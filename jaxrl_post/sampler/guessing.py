@@ -26,10 +26,10 @@ from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
-    "Ahead",
     "Draft",
     "Guessing",
     "MTPLayer",
+    "MTPProgress",
     "entry",
     "look_up",
     "propose",
@@ -172,7 +172,7 @@ def propose(
     return guesses[:-1].T, cache
 
 
-class Ahead(NamedTuple):
+class MTPProgress(NamedTuple):
     """Progress of a layer for multi-token prediction in a burst.
 
     Attributes:
@@ -258,21 +258,21 @@ class MTPLayer:
         before: Float[Array, "rows hidden"],
         positions: Int[Array, " rows"],
         cache: KVCache,
-    ) -> Ahead:
+    ) -> MTPProgress:
         """Feeds the first tokens of a burst, as `feed`."""
         hidden, cache = self.feed(
             tokens[:, None], before[:, None], positions[:, None], cache
         )
-        return Ahead(hidden[:, 0], before, cache)
+        return MTPProgress(hidden[:, 0], before, cache)
 
     def advance(
         self,
-        ahead: Ahead,
+        ahead: MTPProgress,
         tokens: Int[Array, "rows width"],
         hidden: Float[Array, "rows width hidden"],
         positions: Int[Array, "rows width"],
         new: Int[Array, " rows"],
-    ) -> Ahead:
+    ) -> MTPProgress:
         """Feeds the tokens that a pass has drawn.
 
         Args:
@@ -284,7 +284,7 @@ class MTPLayer:
         """
         found, cache = self.feed(tokens, hidden, positions, ahead.cache)
         moves, last = (new > 0)[:, None], new - 1
-        return Ahead(
+        return MTPProgress(
             jnp.where(moves, entry(found, last), ahead.hidden),
             jnp.where(moves, entry(hidden, last), ahead.before),
             cache,
@@ -292,11 +292,11 @@ class MTPLayer:
 
     def propose(
         self,
-        ahead: Ahead,
+        ahead: MTPProgress,
         positions: Int[Array, "rows width"],
         uniforms: Float[Array, "rows width"],
         sampling: SamplingArrays,
-    ) -> tuple[Int[Array, "rows guesses"], Ahead]:
+    ) -> tuple[Int[Array, "rows guesses"], MTPProgress]:
         """Guesses the next tokens, one fewer than positions.
 
         The keys of guesses are made from the layer's own hidden states. When the tokens
