@@ -36,9 +36,9 @@ def check(
 
 
 @pytest.mark.processes
-@pytest.mark.slow("starts a trainer and samplers again after each of 10 kills")
+@pytest.mark.slow("starts a trainer and samplers again after each of 6 kills")
 def test_kills_change_nothing(program, tmp_path):
-    check(program, tmp_path, ahead=1, samplers=2, kills=10)
+    check(program, tmp_path, ahead=1, samplers=2, kills=6)
 
 
 # `test_kills_change_nothing` guards the same.
