@@ -1,8 +1,7 @@
 """A layer for multi-token prediction guesses; samples stay as they are.
 
-Its guesses are those of one forward pass over the whole sequence, so the number of
-passes is known: a key that is missing, or made from another token's hidden state, shows
-in it.
+One forward pass over the whole sequence gives the same guesses, so the number of passes
+is known: a key that is missing, or made from another token's hidden state, shows in it.
 """
 
 import dataclasses
