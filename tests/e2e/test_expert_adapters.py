@@ -42,6 +42,8 @@ def _restore_mesh():
     jax.clear_caches()
 
 
+# tests/programs/test_continued_adapters.py and tests/models guard its parts.
+@pytest.mark.all
 def test_two_steps_the_second_taken_again(tmp_path):
     params, run = initialize(jax.random.key(0), param_specs(CONFIG)), tmp_path / "run"
     source = tmp_path / "source"

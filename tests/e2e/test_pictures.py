@@ -22,6 +22,8 @@ SMALL = (
 )
 
 
+# tests/programs/test_vision.py guards the same in one process.
+@pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.slow("compiles a run with pictures")
 def test_the_recipe_runs_and_saves_its_model_with_the_tower(run_here, tmp_path):

@@ -236,6 +236,8 @@ def test_neither_a_signal_nor_a_death_changes_anything(
     assert_same_run(expected, alone, tolerance=1e-5)
 
 
+# `test_two_processes_train_as_one_does` evaluates too.
+@pytest.mark.all
 def test_two_processes_evaluate_as_one_does(program, run_here, model, tmp_path):
     files = {name: tmp_path / f"{name}.json" for name in ("one", "two")}
     arguments = (

@@ -108,6 +108,8 @@ def test_a_mesh_trains_as_one_device_does(run_here, model, one_device, tmp_path,
     assert found[2]["publish/bytes_moved"] == 0
 
 
+# tests/programs/test_layouts.py guards the same in one process.
+@pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.slow("trains twice on eight devices")
 def test_a_sampler_on_a_mesh_of_its_own_gives_the_same_run(run_here, model, tmp_path):

@@ -86,6 +86,8 @@ def test_tools_that_cannot_be_had_are_refused(run_here, tmp_path, options, told)
     assert told in " ".join(written.split())
 
 
+# tests/examples and tests/rollout/test_tools.py guard its parts.
+@pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.slow("a supervised run and an evaluation of several turns")
 def test_demonstrations_with_calls_are_learned_and_evaluated(run_here, tmp_path):

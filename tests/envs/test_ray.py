@@ -120,6 +120,8 @@ def check_that_a_node_may_die(nodes: Nodes, scripted, count: int) -> None:
             assert time.monotonic() < expires
 
 
+# `test_a_connection_that_dies_is_made_anew` guards the same on one node.
+@pytest.mark.all
 @pytest.mark.slow("starts a cluster and another node")
 def test_a_node_may_die(nodes, scripted):
     check_that_a_node_may_die(nodes, scripted, 300)
