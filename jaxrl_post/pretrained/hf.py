@@ -154,12 +154,13 @@ def load(
     # A language model has none of these heads; they are created.
     new = set(HEADS) if lm else set()
     with _opened(directory, raw, config) as (family, stored):
+        shardings = _shardings(specs, mesh, rules)
         health = WeightHealth()
         tensors = health.watched(stored)
         entries = _entries(family.weights, specs, tensors, new)
         further = next_token_layers(tensors, config.num_layers, further)
         _check(directory, tensors, entries, config, family, lm, further)
-        params = _read(specs, tensors, entries, new, mesh, rules, wanted)
+        params = _read(specs, tensors, entries, new, shardings, wanted)
         heads = [entry.name for path in HEADS for entry in entries.get(path, ())]
         health.warn(tensors, harmless=heads)
     if config.head == "process" and right_label(raw) == 0:
@@ -210,6 +211,7 @@ def load_mtp(
     specs = mtp_specs(config)
     if not weights:
         return config, abstract(specs, wanted, mesh, rules)
+    shardings = _shardings(specs, mesh, rules)
     with _opened(directory, raw, whole) as (family, stored):
         tensors = {n: t for n, t in stored.items() if matches(family.carried, n, 0, 0)}
         if not tensors:
@@ -221,7 +223,7 @@ def load_mtp(
         entries = _entries(family.mtp_weights, specs, tensors)
         flat = itertools.chain.from_iterable(entries.values())
         check_tensors(tensors, flat, lambda _: False, directory / CONFIG_FILE)
-        params = _read(specs, tensors, entries, (), mesh, rules, wanted)
+        params = _read(specs, tensors, entries, (), shardings, wanted)
     return config, params
 
 
@@ -315,28 +317,29 @@ def _entries(
     return entries
 
 
+def _shardings(specs: PyTree, mesh: Mesh | None, rules: Rules) -> list[Any]:
+    """The shardings of all parameters in order, None on one device."""
+    if mesh is None:
+        return [None] * len(paths(specs))
+    return jax.tree.leaves(named_shardings(specs, mesh, rules))
+
+
 def _read(
     specs: PyTree,
     tensors: Mapping[str, Tensor],
     entries: Mapping[str, list[Entry]],
     new: Collection[str],
-    mesh: Mesh | None,
-    rules: Rules,
+    shardings: list[Any],
     dtype: jnp.dtype,
 ) -> Any:
     """Reads parameters from their tensors; those that are made are zeros."""
-    shardings: Any = itertools.repeat(None)
-    if mesh is not None:
-        shardings = jax.tree.leaves(named_shardings(specs, mesh, rules))
     leaves = [
         jnp.zeros(spec.shape, dtype, device=sharding)
         if name in new
         else load_parameter(
             tensors, entries[name], sharding, jnp.dtype(spec.dtype(dtype))
         )
-        for (name, spec), sharding in zip(
-            paths(specs).items(), shardings, strict=mesh is not None
-        )
+        for (name, spec), sharding in zip(paths(specs).items(), shardings, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
