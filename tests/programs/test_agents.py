@@ -176,7 +176,7 @@ def test_an_agent_that_speaks_responses_trains_what_was_served(served):
             assert metrics["env/agent_edited"] == 0
 
 
-@pytest.mark.parametrize("support", ["kept", "full"])
+@pytest.mark.parametrize("support", daily(["kept", "full"], {"full"}))
 def test_constrained_answers_are_scored_among_what_was_allowed(served, support):
     config = dataclasses.replace(
         CONFIG, algorithm=dataclasses.replace(CONFIG.algorithm, support=support)

@@ -129,7 +129,8 @@ def likes(tmp_path_factory) -> str:
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("samplers", daily([0, 2], {2}))
+# test_judge.py, and the runs of other numbers of samplers, guard its parts.
+@pytest.mark.parametrize("samplers", daily([0, 2], ()))
 def test_a_reward_model_judges_on_its_own_devices(
     base, coin, likes, tmp_path, samplers
 ):
@@ -240,7 +241,8 @@ def test_devices_that_do_not_suffice_are_named(
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("kept", daily([True, False], {True}))
+# test_partial.py guards the same without samplers of their own.
+@pytest.mark.parametrize("kept", daily([True, False], ()))
 def test_unfinished_groups_go_on_under_the_next_parameters(base, coin, tmp_path, kept):
     """No step waits for them; each is trained on once, however often a run stops."""
     rollout = dataclasses.replace(

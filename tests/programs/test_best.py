@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 import shutil
@@ -37,6 +38,7 @@ from jaxrl_post.records import outputs
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.report import write_report
 from tests.programs.trainers import CONFIG, go_on, make_model
+from tests.tiers import daily
 
 NAN = math.nan
 # eval/loss by step; the best one is of step 4.
@@ -314,8 +316,13 @@ class Killed(BaseException):
     """Ends a run as kill -9 would: nothing catches it."""
 
 
-@pytest.mark.parametrize("at", [0, 4])
-@pytest.mark.parametrize("moment", ["before", "staged", "between", "after"])
+@pytest.mark.parametrize(
+    ("moment", "at"),
+    daily(
+        itertools.product(["before", "staged", "between", "after"], [0, 4]),
+        {("staged", 0), ("between", 4), ("after", 4)},
+    ),
+)
 def test_a_kill_while_the_best_model_is_written(
     whole, config, losses, monkeypatch, at, moment
 ):
@@ -498,6 +505,8 @@ def test_the_best_model_goes_to_the_hub(config, losses, monkeypatch):
     ]
 
 
+# `test_a_kill_while_the_best_model_is_written` guards the same.
+@pytest.mark.all
 @pytest.mark.slow("trains a whole run and one that is killed")
 def test_a_real_run_that_is_killed_has_the_best_model_of_one_that_was_not(
     base, tmp_path, monkeypatch

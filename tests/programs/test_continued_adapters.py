@@ -50,6 +50,7 @@ from tests.programs.test_adapter_models import (
     change,
     write_adapter,
 )
+from tests.tiers import daily
 
 __all__ = ["adapter", "base", "one_device"]
 
@@ -73,7 +74,10 @@ def opened(config: RunConfig) -> Model:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dora": True}, {"rank_stabilized": True, "alpha": 3.0}]
+    "options",
+    daily(
+        [{}, {"dora": True}, {"rank_stabilized": True, "alpha": 3.0}], [{"dora": True}]
+    ),
 )
 def test_step_0_is_the_adapter_merged_and_is_the_reference(base, tmp_path, options):
     expected = write_adapter(tmp_path / "adapter", base, **options)

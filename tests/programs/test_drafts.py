@@ -17,6 +17,7 @@ from jaxrl_post.sampler import Request, SamplingParams
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests.pretrained.test_mtp_files import DENSE, EXPERTS, with_layer
 from tests.programs.trainers import CONFIG, RL, make_model
+from tests.tiers import daily
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_a_draft_without_guesses_is_refused():
         check_options(dataclasses.replace(RL, rollout=rollout))
 
 
-@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+@pytest.mark.parametrize("family", daily([DENSE, EXPERTS], {EXPERTS}))
 def test_the_models_own_layer_guesses(model, family, tmp_path):
     folder = tmp_path / "model"
     with_layer(folder, family)

@@ -13,6 +13,7 @@ from jaxrl_post.rollout.episode import Episode
 from tests.programs import trainers
 from tests.programs.agent_letters import Duel, Lenient
 from tests.programs.test_agents import fed, published, served, step_as_served, training
+from tests.tiers import daily
 
 pytestmark = pytest.mark.processes
 
@@ -61,7 +62,7 @@ def check_game(episode):
     assert labels == [f"player {turns[at].player}" for at in (0, second)]
 
 
-@pytest.mark.parametrize("credit", ["outcome", "turns"])
+@pytest.mark.parametrize("credit", daily(["outcome", "turns"], {"turns"}))
 def test_the_tokens_of_a_player_have_the_sign_of_its_result(credit):
     algorithm = AlgorithmConfig(turn_credit=credit)
     with training(GAME, CONFIG) as trainer:
