@@ -350,7 +350,8 @@ def test_exact_mode_gives_what_the_form_of_training_gives(family):
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("dense", tiny.F32),
+        # `test_on_meshes` has this family.
+        pytest.param("dense", tiny.F32, marks=pytest.mark.all),
         ("windows", tiny.F32),
         pytest.param("experts", tiny.BF16, marks=pytest.mark.all),
         pytest.param("latent", tiny.F32, marks=pytest.mark.all),
@@ -361,7 +362,8 @@ def test_exact_mode_gives_what_the_form_of_training_gives(family):
         pytest.param("delta", tiny.BF16, marks=pytest.mark.all),
         pytest.param("mamba", tiny.F32, marks=pytest.mark.all),
         pytest.param("mamba", tiny.BF16, marks=pytest.mark.all),
-        ("shared_keys", tiny.F32),
+        # `test_exact_mode_gives_what_the_form_of_training_gives` has this family.
+        pytest.param("shared_keys", tiny.F32, marks=pytest.mark.all),
         pytest.param("shared_keys", tiny.BF16, marks=pytest.mark.all),
     ],
     ids=str,
@@ -378,7 +380,7 @@ def test_every_recorded_logprob_is_the_trainers(family, dtype):
         pytest.param("windows", tiny.BF16, "tp2", marks=pytest.mark.all),
         pytest.param("latent", tiny.BF16, "tp2", marks=pytest.mark.all),
         ("dense", tiny.BF16, "dp2,tp2"),
-        ("experts", tiny.F32, "fsdp2,tp2"),
+        pytest.param("experts", tiny.F32, "fsdp2,tp2", marks=pytest.mark.all),
     ],
     ids=str,
 )

@@ -119,9 +119,6 @@ def test_samples_are_those_without_guesses(model):
     assert_same_samples(engine.generate(model.params, requests()), whole)
 
 
-@pytest.mark.parametrize(
-    "model", daily(list(MODELS), {"convolution", "delta"}), indirect=True
-)
 @pytest.mark.parametrize("seed", daily(range(100), {0}))
 @pytest.mark.parametrize("pages", daily([0, 26], {26}))
 def test_any_traffic(model, seed, pages):

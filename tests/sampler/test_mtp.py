@@ -204,7 +204,8 @@ def test_samples_are_those_without_guesses(model):
     assert 1.1 < engine.guessing.tokens / engine.guessing.passes < 3
 
 
-@pytest.mark.parametrize("seed", daily(range(10), {0}))
+# The layer changes no sample, and test_guessed_states.py has traffic with guesses.
+@pytest.mark.parametrize("seed", daily(range(10), ()))
 def test_any_traffic(model, seed):
     versions = model.params, echoing(model.config, seed=1)
     sizes = dataclasses.replace(GUESSING, cache_tokens=16 * 26)

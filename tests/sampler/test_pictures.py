@@ -13,6 +13,7 @@ from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
 from jaxrl_post.sharding import create_mesh
 from jaxrl_post.tokens import Tokens
 from tests.models.vision.rows_of_pictures import NAMES, drawn, seeing
+from tests.tiers import daily
 
 # Two programs compute these float32 log-probs.
 TOLERANCE = 3e-5
@@ -66,7 +67,9 @@ def requests_of(config, prompt):
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", daily(NAMES, {"qwen3_5_moe", "qwen3_vl", "qwen2_5_vl"})
+)
 def test_sampler_and_trainer_agree(name):
     config, params = seeing(name)
     samples = sampled(engine(config), params, requests_of(config, prompt_of(config)))
