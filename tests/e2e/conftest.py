@@ -42,7 +42,7 @@ def surroundings(devices: int, folder: Path) -> dict[str, str]:
     """
     return {
         **os.environ,
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+        "XLA_FLAGS": "--xla_backend_optimization_level=1 "
         f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(folder),
