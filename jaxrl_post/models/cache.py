@@ -206,7 +206,7 @@ class KVCache:
             return tuple(each and one(each[0], each[part]) for each in shapes)
 
         keys, values = fresh(1), fresh(2)
-        return cls(keys, values, states=states(config, slots, dtype))
+        return cls(keys, values, states=states(state_specs(config), slots, dtype))
 
     @property
     def length(self) -> int:
@@ -290,17 +290,17 @@ def state_specs(config: ModelConfig) -> tuple[Any, ...]:
     return tuple(map(one, range(config.num_layers)))
 
 
-def states(config: ModelConfig, slots: int, dtype: DTypeLike) -> tuple[Any, ...]:
+def states(specs: tuple[Any, ...], slots: int, dtype: DTypeLike) -> tuple[Any, ...]:
     """Makes the states before a first token, as in `KVCache.states`.
 
     Args:
-        config: of the model.
+        specs: of a sequence's states, such as `state_specs`.
         slots: number of sequences.
         dtype: of the cache; states are not quantised, and float32 if it is.
     """
     wide = jnp.float32 if jnp.dtype(dtype).name in CODE_DTYPES else dtype
     return jax.tree.map(
         lambda spec: jnp.zeros((slots, *spec.shape), spec.dtype(wide)),
-        state_specs(config),
+        specs,
         is_leaf=is_spec,
     )

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post.kernels.decode_attention import CODE_DTYPES
 from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models import ModelConfig
-from jaxrl_post.models.cache import state_specs
+from jaxrl_post.models.cache import state_specs, states
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.models.mtp import hidden_spec
 from jaxrl_post.models.spec import is_spec
@@ -323,10 +323,8 @@ class DeviceFunctions:
         pages, slots = self.sizes.num_pages(self.split), self.num_states
         empty = Pages.zeros(self.config, pages, slots, self.dtype)
         if self.layer_slots:
-            shape = self.layer_slots, self.config.hidden_size
-            codes = self.dtype.name in CODE_DTYPES
-            hidden = jnp.zeros(shape, jnp.float32 if codes else self.dtype)
-            empty = empty.replace(states=(hidden,))
+            held = states(self._state_specs, self.layer_slots, self.dtype)
+            empty = empty.replace(states=held)
         return empty
 
     def _sharding(

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxrl_post.kernels.attention.paths import BLOCK
 from jaxrl_post.kernels.decode_attention import Entries
 from jaxrl_post.models import KVCache, ModelConfig
-from jaxrl_post.models.cache import SharedCache, states
+from jaxrl_post.models.cache import SharedCache, state_specs, states
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sampler.snapshots import NO_STATE
@@ -66,7 +66,7 @@ class Pages:
     ) -> "Pages":
         """Makes an empty cache; `dtype` as in `KVCache.zeros`."""
         cache = KVCache.zeros(config, pages, PAGE, dtype)
-        return cls(cache.keys, cache.values, states(config, slots, dtype))
+        return cls(cache.keys, cache.values, states(state_specs(config), slots, dtype))
 
     @property
     def dtype(self) -> DTypeLike:

@@ -321,7 +321,7 @@ SAMPLER = [
     ),
     Fault(
         "a layer for multi-token prediction reads its inputs in the wrong order",
-        "models/mtp/layer.py::MTPTokens.embedded",
+        "models/mtp/__init__.py::MTPTokens.embedded",
         "jnp.concatenate(both, axis=-1)",
         "jnp.concatenate(both[::-1], axis=-1)",
         "pretrained/test_mtp_files.py",
