@@ -469,6 +469,12 @@ def _check_rollout(config: RLConfig) -> None:
             "--rollout.mtp: guesses --rollout.guesses tokens in a pass, which are 0; "
             "give a number, such as 2, or drop the option"
         )
+    if rollout.mtp and config.remote_samplers:
+        raise ConfigError(
+            "--rollout.mtp: samplers of other processes (--samplers "
+            f"{config.samplers}) get the policy's parameters and not the files of its "
+            "layer; drop the option, or give a number of --samplers"
+        )
     if rollout.mtp and rollout.draft is not None:
         raise ConfigError(
             f"--rollout.mtp: --rollout.draft {rollout.draft} guesses too; drop one of "

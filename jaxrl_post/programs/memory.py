@@ -23,7 +23,7 @@ REMEDIES = {
     "--rollout.weights int8",
     "KV cache": "fewer --rollout.num-slots, a smaller --rollout.max-tokens, or "
     "--rollout.cache-dtype int8",
-    "draft model": "no --rollout.draft",
+    "draft model": "no --rollout.draft or --rollout.mtp",
     "activations": "fewer --update.microbatch-tokens, --update.remat full, or --mesh "
     "with tp or cp",
 }

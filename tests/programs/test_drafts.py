@@ -133,6 +133,13 @@ def test_a_layer_that_is_not_there_is_refused(model, save):
     preset = dataclasses.replace(model, preset=True)
     with pytest.raises(ConfigError, match=r"--rollout.mtp: .* tiny is a preset"):
         engine_of(preset, None, mtp=True)
+    apart = dataclasses.replace(
+        RL,
+        samplers="any:1",
+        rollout=dataclasses.replace(RL.rollout, mtp=True, guesses=2, ahead=1),
+    )
+    with pytest.raises(ConfigError, match=r"--samplers any:1\) get the policy's"):
+        check_options(apart)
     for options, told in (
         ({"mtp": True}, "--rollout.mtp: guesses --rollout.guesses tokens"),
         ({"mtp": True, "guesses": 2, "draft": "x"}, "--rollout.draft x guesses too"),
