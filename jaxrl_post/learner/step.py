@@ -31,8 +31,7 @@ from jaxrl_post.models import (
     values,
 )
 from jaxrl_post.models.decoder import Execution, Remat
-from jaxrl_post.models.exact import exact_forward
-from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.models.exact import ExactHead, exact_forward
 from jaxrl_post.models.vision import (
     PictureTokens,
     RowPictures,

@@ -18,24 +18,17 @@ from jaxrl_post.models.attention import (
 )
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.experts import RouterInputs, Routing, mixture, routing
-from jaxrl_post.models.layers import (
-    embed,
-    mlp,
-    norm,
-    per_layer_inputs,
-    per_layer_rows,
-    per_layer_update,
-    scaled,
-    unit_norm,
-)
+from jaxrl_post.models.experts import Chosen, RouterInputs, Routing, routing
+from jaxrl_post.models.layer import Part, run_layer
+from jaxrl_post.models.layers import embed, norm, per_layer_inputs, per_layer_rows
 from jaxrl_post.models.mtp import MTPTokens
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
+from jaxrl_post.models.rows import AllRows
 from jaxrl_post.models.selection import no_choice
 from jaxrl_post.models.vision.rows import PictureTokens
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, constrain
+from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = [
@@ -115,10 +108,8 @@ def forward(
             "forward: ends cannot be combined with kv_view; a view's row is one "
             "sequence already"
         )
-    place = _Place(positions, ends, indices)
-    hidden, entries, _ = _run(
-        *(params, config, tokens, place, kv_view, rules, execution)
-    )
+    place = _Place(positions, ends, indices, rules)
+    hidden, entries, _ = _run(*(params, config, tokens, place, kv_view, execution))
     return hidden if kv_view is None else (hidden, kv_view.with_layers(entries))
 
 
@@ -153,10 +144,8 @@ def forward_with_experts(
     Raises:
         ValueError: the model has no experts.
     """
-    place = _Place(positions, None, None, recorded=True)
-    hidden, entries, routed = _run(
-        *(params, config, tokens, place, kv_view, rules, execution)
-    )
+    place = _Place(positions, None, None, rules, recorded=True)
+    hidden, entries, routed = _run(*(params, config, tokens, place, kv_view, execution))
     chosen = jnp.stack([each for each in routed if each is not None], axis=1)
     chosen = chosen.reshape(*hidden.shape[:2], *config.choice_shape)
     return hidden, kv_view.with_layers(entries), chosen
@@ -197,8 +186,8 @@ def forward_with_routing(
             f"{list(expected)} for a token; told.experts must be [batch, length, "
             f"layers, chosen]; got {list(experts.shape)}"
         )
-    place = _Place(positions, ends, indices, told.mask, told=experts)
-    hidden, _, routed = _run(*(params, config, tokens, place, None, rules, execution))
+    place = _Place(positions, ends, indices, rules, told.mask, told=experts)
+    hidden, _, routed = _run(*(params, config, tokens, place, None, execution))
     found = [entry for entry in routed if entry is not None]
     assigned, probability, squared, *changed = (
         jnp.stack(parts) for parts in zip(*found, strict=True)
@@ -213,32 +202,97 @@ type Entry = LayerCache | StateCache | KeysValues | None
 
 @struct.dataclass
 class _Place:
-    """Inputs of a layer except its hidden states: positions, masks and its cache."""
+    """Training, prefill and decoding as a `Mode`, with positions, masks and the cache.
 
-    # None: 0, 1, 2, ... along each row.
+    Attributes:
+        positions: int32 [batch, length]; None: 0, 1, 2, ... along each row.
+        ends: as in `forward`.
+        indices: as in `forward`.
+        rules: as in `forward`.
+        mask: True for tokens that the routers' statistics count; None without them.
+        entry: the layer's part of a cache, if any. For a layer that reads another's
+            keys, what that layer returned.
+        tables: of the layer's rotation; None without rotation.
+        inputs: as in `Mode`.
+        level: as in `Mode`; zeros for tokens of text.
+        choice: the keys that the last layer with an indexer chose; None for full
+            attention.
+        past: None with a cache, or for a model without states.
+        told: the experts to choose, [batch, length, layers with experts, chosen]; of a
+            layer, as in `Mode`.
+        kernels: implementation of attention.
+        recorded: whether the layer returns the experts that it chose.
+    """
+
     positions: Array | None
     ends: Array | None
     indices: Array | None
-    # True for tokens that the routers' statistics count.
+    rules: Rules = struct.field(pytree_node=False)
     mask: Array | None = None
-    # For a layer that reads another's keys, what that layer returned.
     entry: Entry = None
-    # None without rotation.
     tables: tuple[Array, Array] | None = None
-    # The tokens' embeddings for the layer, [tokens, size].
     inputs: Array | None = None
-    # Added to the layer's output, [tokens, hidden]; zeros for tokens of text.
     level: Array | None = None
-    # The keys that the last layer with an indexer chose; None for full attention.
     choice: Array | None = None
-    # None with a cache, or for a model without states.
     past: Past | None = None
-    # The experts to choose, [batch, length, layers with experts, chosen]; of a layer,
-    # [tokens, chosen].
     told: Array | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
-    # Whether the layer returns the experts that it chose.
     recorded: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def rows(self) -> AllRows:
+        """A row for every token."""
+        assert self.positions is not None
+        return AllRows(self.positions.shape)
+
+    def parts(self, part: Array, of: Part) -> Sequence[Array]:
+        """The whole: a compiler adds what devices split."""
+        del of
+        return (part,)
+
+    def mixed(
+        self, config: ModelConfig, index: int, params: LayerParams[Array], x: Array
+    ) -> tuple[Array, Entry, Array | None]:
+        """Attention or a recurrence."""
+        entry, rules = self.entry, self.rules
+        assert self.positions is not None
+        if params.attention is None:
+            assert not isinstance(entry, LayerCache | KeysValues)
+            past, kernels = self.past, self.kernels
+            found = recurrent(config, params, x, self.rows, past, entry, rules, kernels)
+            return *found, None
+        assert not isinstance(entry, StateCache)
+        context = Context(
+            positions=self.positions,
+            ends=self.ends,
+            indices=self.indices,
+            tables=self.tables,
+            window=config.window(index),
+            entry=entry,
+            kernels=self.kernels,
+            choice=self.choice,
+        )
+        choice = None
+        if config.latent is None:
+            branch, entry = grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
+        else:
+            branch, entry, choice = latent_attention(
+                config,
+                config.latent,
+                params.attention,  # type: ignore[arg-type]
+                x,
+                context,
+                rules,
+            )
+        kept = config.lends_keys(index) or isinstance(entry, LayerCache)
+        kept = kept and config.layer(index).makes_keys
+        return branch, entry if kept else None, choice
+
+    def kept(self, chosen: Chosen) -> Any:
+        """The experts, or their statistics, if wanted."""
+        if self.recorded:
+            return chosen.experts.astype(jnp.int16)
+        return None if self.mask is None else routing(chosen, self.mask.reshape(-1))
 
 
 def _run(
@@ -247,11 +301,11 @@ def _run(
     tokens: Array | PictureTokens | MTPTokens,
     place: _Place,
     kv_view: KVView | None,
-    rules: Rules,
     execution: Execution,
 ) -> tuple[Array, list[Any], list[Any]]:
     """Returns hidden states and every layer's cache and routing (or None)."""
     positions, ends, indices = place.positions, place.ends, place.indices
+    rules = place.rules
     given = rotations = None
     if isinstance(tokens, PictureTokens | MTPTokens):
         given, tokens = tokens, tokens.tokens
@@ -291,11 +345,11 @@ def _run(
     ]
     if execution.scan and kv_view is None:
         hidden, entries, routed = _scan(
-            config, params.layers, hidden, places, rules, execution.remat
+            config, params.layers, hidden, places, execution.remat
         )
     else:
         hidden, entries, routed = _unrolled(
-            config, params.layers, hidden, places, rules, execution.remat, kv_view
+            config, params.layers, hidden, places, execution.remat, kv_view
         )
     hidden = norm(config, hidden, params.final_norm)
     return hidden.reshape(*tokens.shape, -1), entries, routed
@@ -331,7 +385,6 @@ def _unrolled(
     layers: Sequence[LayerParams[Array]],
     hidden: Array,
     places: Sequence[_Place],
-    rules: Rules,
     remat: Remat,
     kv_view: KVView | None,
 ) -> tuple[Array, list[Any], list[Any]]:
@@ -343,7 +396,7 @@ def _unrolled(
             entry = entries[source]
         else:
             entry = None if kv_view is None else kv_view.layer(index)
-        step = functools.partial(_layer, config, index, rules)
+        step = functools.partial(run_layer, config, index)
         hidden, entry, found, choice = _remat(step, remat)(
             layer, hidden, dataclasses.replace(place, entry=entry, choice=choice)
         )
@@ -357,7 +410,6 @@ def _scan(
     layers: Sequence[LayerParams[Array]],
     hidden: Array,
     places: Sequence[_Place],
-    rules: Rules,
     remat: Remat,
 ) -> tuple[Array, list[Any], list[Any]]:
     """Runs all layers; repeated layers run as a `lax.scan` over stacked weights."""
@@ -370,7 +422,7 @@ def _scan(
         numbers = range(first, first + period)
         steps = [
             _remat(
-                functools.partial(_layer, config, index, rules),
+                functools.partial(run_layer, config, index),
                 remat,
                 looped=repeats > 1,
             )
@@ -450,126 +502,3 @@ def _remat(step: Callable, remat: Remat, *, looped: bool = False) -> Callable:
     # The barrier against common subexpressions copies a layer's weights. A loop needs
     # none, since its forward and backward pass are separate.
     return jax.checkpoint(step, policy=policy, prevent_cse=not looped)
-
-
-def _layer(
-    config: ModelConfig,
-    index: int,
-    rules: Rules,
-    params: LayerParams[Array],
-    hidden: Array,
-    place: _Place,
-) -> tuple[Array, Entry, Any, Array | None]:
-    """Runs one layer: its mixer, then its MLP or experts, as far as it has them."""
-
-    def add(hidden: Array, branch: Array, weight: Array | None) -> Array:
-        branch = _normed(config, branch, weight)
-        if config.residual_scale != 1.0:
-            branch = scaled(branch, config.residual_scale)
-        return constrain(hidden + branch, ("batch", "hidden"), rules)
-
-    spec, entry, routed, choice = config.layer(index), None, None, None
-    if spec.mixer is not None:
-        x = _normed(config, hidden, params.attention_norm)
-        branch, entry, choice = _mixed(config, index, params, x, place, rules)
-        hidden = add(hidden, branch, params.attention_post_norm)
-    if spec.mlp is not None:
-        branch, routed = _mlp(config, index, params, hidden, place, rules)
-        hidden = add(hidden, branch, params.mlp_post_norm)
-    if params.per_layer is not None and place.inputs is not None:
-        branch = per_layer_update(config, params.per_layer, hidden, place.inputs)
-        hidden = add(hidden, branch, None)
-    if params.scale is not None:
-        hidden = hidden * jax.lax.stop_gradient(params.scale)
-    if place.level is not None:
-        hidden = hidden + place.level
-    return hidden, entry, routed, choice
-
-
-def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
-    return x if weight is None else norm(config, x, weight)
-
-
-def _mlp(
-    config: ModelConfig,
-    index: int,
-    params: LayerParams[Array],
-    hidden: Array,
-    place: _Place,
-    rules: Rules,
-) -> tuple[Array, Any]:
-    """A dense MLP, experts, or the sum of both; and what is kept of the router."""
-    spec, experts = config.layer(index), config.layer_experts(index)
-    x, total, routed = _normed(config, hidden, params.mlp_norm), None, None
-    if (params.mlp is None) == spec.has("dense") or (
-        (params.experts is None) == spec.has("experts")
-    ):
-        raise ValueError(
-            f"layer {index}: must have mlp={spec.mlp}; the parameters do not belong to "
-            "the config"
-        )
-    if params.mlp is not None:
-        branch = mlp(config, params.mlp, x, rules)
-        total = _normed(config, branch, params.dense_post_norm)
-    if params.experts is not None and experts is not None:
-        seen = None
-        if experts.scaled_router:
-            seen = unit_norm(config, hidden)
-        if params.experts_norm is not None:
-            x = norm(config, hidden, params.experts_norm)
-        branch, chosen = mixture(
-            config, experts, params.experts, x, rules, seen, place.told
-        )
-        branch = _normed(config, branch, params.experts_post_norm)
-        total = branch if total is None else total + branch
-        if place.recorded:
-            routed = chosen.experts.astype(jnp.int16)
-        elif place.mask is not None:
-            routed = routing(chosen, place.mask.reshape(-1))
-    assert total is not None
-    return total, routed
-
-
-def _mixed(
-    config: ModelConfig,
-    index: int,
-    params: LayerParams[Array],
-    x: Array,
-    place: _Place,
-    rules: Rules,
-) -> tuple[Array, Entry, Array | None]:
-    """Attention or a recurrence; what `_run` keeps of its keys; and chosen keys."""
-    entry = place.entry
-    assert place.positions is not None
-    if params.attention is None:
-        assert not isinstance(entry, LayerCache | KeysValues)
-        shape = place.positions.shape
-        past, kernels = place.past, place.kernels
-        found = recurrent(config, params, x, shape, past, entry, rules, kernels)
-        return *found, None
-    assert not isinstance(entry, StateCache)
-    context = Context(
-        positions=place.positions,
-        ends=place.ends,
-        indices=place.indices,
-        tables=place.tables,
-        window=config.window(index),
-        entry=entry,
-        kernels=place.kernels,
-        choice=place.choice,
-    )
-    choice = None
-    if config.latent is None:
-        branch, entry = grouped_query(config, params.attention, x, context, rules)  # type: ignore[arg-type]
-    else:
-        branch, entry, choice = latent_attention(
-            config,
-            config.latent,
-            params.attention,  # type: ignore[arg-type]
-            x,
-            context,
-            rules,
-        )
-    kept = config.lends_keys(index) or isinstance(entry, LayerCache)
-    kept = kept and config.layer(index).makes_keys
-    return branch, entry if kept else None, choice

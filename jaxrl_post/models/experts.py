@@ -36,7 +36,6 @@ __all__ = [
     "changed",
     "load_balance",
     "mixture",
-    "partial_mixture",
     "route",
     "router_z",
     "routing",
@@ -238,7 +237,7 @@ def mixture(
     experts: MixtureOfExperts,
     params: ExpertsParams[Array],
     x: Float[Array, "tokens hidden"],
-    rules: Rules,
+    rules: Rules | None,
     routed: Float[Array, "tokens hidden"] | None = None,
     told: Int[Array, "tokens chosen"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Chosen]:
@@ -249,7 +248,9 @@ def mixture(
         experts: the layer's mixture.
         params: the layer's parameters.
         x: normalised hidden states.
-        rules: mesh axes of tokens and experts, on the mesh of `jax.set_mesh`.
+        rules: mesh axes of tokens and experts, on the mesh of `jax.set_mesh`. None: all
+            experts are on this device, or their width is split and the devices' results
+            are parts of a sum.
         routed: what the router reads; None for `x`.
         told: the experts to choose, as in `route`.
 
@@ -269,46 +270,19 @@ def mixture(
     return mixed, chosen
 
 
-def partial_mixture(
-    config: ModelConfig,
-    experts: MixtureOfExperts,
-    params: ExpertsParams[Array],
-    x: Float[Array, "tokens hidden"],
-    over_ffn: tuple[str, ...],
-    routed: Float[Array, "tokens hidden"] | None = None,
-) -> Float[Array, "tokens hidden"]:
-    """This device's part of the routed experts; the devices' parts must be added.
-
-    Args:
-        config: the model's config.
-        experts: the mixture's config.
-        params: all experts, with this device's part of their width.
-        x: normalised hidden states.
-        over_ffn: mesh axes of a `shard_map` that split the width.
-        routed: what the router reads; None for `x`.
-    """
-    chosen = route(experts, params, x if routed is None else routed)
-    biases = (params.gate_bias, params.up_bias, params.down_bias)
-    weights = (params.gate, params.up, params.down, *biases)
-    run = functools.partial(_local, config.activation, (), over_ffn, summed=False)
-    inner = x if params.narrow is None else project(x, params.narrow)
-    part = run(inner, chosen.experts, chosen.weights, weights)
-    return part if params.widen is None else project(part, params.widen)
-
-
 def _experts(
     activation: Activation,
     params: ExpertsParams[Array],
     x: Array,
     chosen: Chosen,
-    rules: Rules,
+    rules: Rules | None,
 ) -> Array:
     biases = (params.gate_bias, params.up_bias, params.down_bias)
     weights = (params.gate, params.up, params.down, *biases)
     run = functools.partial(_local, activation)
     mesh = jax.sharding.get_abstract_mesh()
     arrays = (x, chosen.experts, chosen.weights)
-    if mesh.empty or mesh.size == 1:
+    if rules is None or mesh.empty or mesh.size == 1:
         return run((), (), *arrays, weights)
     split = dividing_axes("batch", x.shape[0], mesh, rules)
     by_token = P(split)
@@ -350,7 +324,6 @@ def _local(
     matrices: tuple[Any, ...],
     *,
     gathered: tuple[str, ...] = (),
-    summed: bool = True,
 ) -> Array:
     """Applies this device's experts to all tokens of its group.
 
@@ -363,7 +336,6 @@ def _local(
         weights: float32 weights of `chosen`.
         matrices: gate or None, up, down and their biases, of this device's experts.
         gathered: the axes of `over_experts` along which devices hold different tokens.
-        summed: whether to add the parts of the devices that split the experts.
     """
     gate_w, up_w, down_w, gate_b, up_b, down_b = matrices
     dtype = x.dtype
@@ -401,7 +373,7 @@ def _local(
     here = (own < count).reshape(-1, per_token, 1)
     out = jnp.where(here, out * weights[..., None], 0.0).sum(axis=1)
     whole = tuple(axis for axis in (*over_experts, *over_ffn) if axis not in gathered)
-    if whole and summed:
+    if whole:
         out = jax.lax.psum(out, whole)
     if gathered:
         out = jax.lax.psum_scatter(out, gathered, tiled=True)

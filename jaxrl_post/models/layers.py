@@ -30,7 +30,6 @@ __all__ = [
     "activated",
     "add_bias",
     "embed",
-    "inner_mlp",
     "logits",
     "logits_of",
     "mlp",
@@ -113,8 +112,8 @@ def to_heads(
     weight: Float[Array, "hidden heads head_dim"] | Matrix,
     bias: Float[Array, "heads head_dim"] | None,
     shape: tuple[int, ...],
-) -> Float[Array, "batch length heads head_dim"]:
-    """Projects to heads; `shape` is (batch, length)."""
+) -> Float[Array, "*shape heads head_dim"]:
+    """Projects to heads; `shape` is that of the tokens, such as (batch, length)."""
     heads = project(x, weight).reshape(*shape, *weight.shape[1:])
     return heads if bias is None else add_bias(heads, bias)
 
@@ -177,21 +176,15 @@ def mlp(
     config: ModelConfig,
     params: MLPParams[Array],
     x: Float[Array, "tokens hidden"],
-    rules: Rules,
+    rules: Rules | None,
 ) -> Float[Array, "tokens hidden"]:
     """The MLP (gated: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202)."""
-    inner = constrain(inner_mlp(config, params, x), ("batch", "ffn"), rules)
-    return project(inner, params.down, params.down_bias)
-
-
-def inner_mlp(
-    config: ModelConfig, params: MLPParams[Array], x: Float[Array, "tokens hidden"]
-) -> Float[Array, "tokens ffn"]:
-    """The MLP up to its last product."""
     gate = None
     if params.gate is not None:
         gate = project(x, params.gate, params.gate_bias)
-    return activated(config.activation, gate, project(x, params.up, params.up_bias))
+    up = project(x, params.up, params.up_bias)
+    inner = constrain(activated(config.activation, gate, up), ("batch", "ffn"), rules)
+    return project(inner, params.down, params.down_bias)
 
 
 def softcap(x: Array, cap: float | None) -> Array:

@@ -26,8 +26,7 @@ from jaxrl_post.models import (
 )
 from jaxrl_post.models.cache import state_specs
 from jaxrl_post.models.decoder import Execution
-from jaxrl_post.models.exact import exact_forward
-from jaxrl_post.models.exact_head import ExactHead
+from jaxrl_post.models.exact import ExactHead, exact_forward
 from jaxrl_post.models.mtp import hidden_spec
 from jaxrl_post.models.recurrent import closed
 from jaxrl_post.models.vision import PictureTokens, with_pictures

@@ -142,13 +142,16 @@ def named_shardings(specs: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> 
 
 
 def constrain(
-    value: Array, axes: Sequence[str | None], rules: Rules = DEFAULT_RULES
+    value: Array, axes: Sequence[str | None], rules: Rules | None = DEFAULT_RULES
 ) -> Array:
     """Constrains an activation's sharding under the mesh of `jax.set_mesh`.
 
-    Without a mesh it returns `value` unchanged, so that model code runs anywhere. A
-    dimension that the mesh does not divide is kept whole.
+    Without a mesh it returns `value` unchanged, so that model code runs anywhere; so it
+    does with `rules=None`, for an array of one device, as in a `shard_map`. A dimension
+    that the mesh does not divide is kept whole.
     """
+    if rules is None:
+        return value
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return value

@@ -23,6 +23,7 @@ from jaxrl_post.models.adapters.lora import adapted, initialize_adapter
 from jaxrl_post.models.decoder import Execution
 from jaxrl_post.models.params import param_specs
 from jaxrl_post.models.recurrent import Past, recurrent
+from jaxrl_post.models.rows import AllRows
 from jaxrl_post.sharding import DEFAULT_RULES
 from tests import tiny
 from tests.tiers import daily
@@ -230,11 +231,11 @@ def test_values_and_gradients_are_those_of_the_recurrence(kind, length):
     layer = kind.params.layers[0]
     rng = np.random.default_rng(length)
     x, weight = rng.normal(size=(2, length, kind.config.hidden_size)).astype(np.float32)
-    shape = (1, length)
+    rows = AllRows((1, length))
     past = Past.of(kind.config, jnp.arange(length)[None], None)
 
     def ours(layer, x):
-        found, _ = recurrent(kind.config, layer, x, shape, past, None, DEFAULT_RULES)
+        found, _ = recurrent(kind.config, layer, x, rows, past, None, DEFAULT_RULES)
         return (found * weight).sum(), found
 
     def theirs(layer, x):

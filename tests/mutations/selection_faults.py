@@ -152,7 +152,7 @@ SELECTION = [
     ),
     Fault(
         "exact mode samples sequences that need a choice",
-        "models/exact.py::check_exact",
+        "models/exact/forward.py::check_exact",
         "config.selects and config.indexer is not None",
         "False",
         f"{MODELS} {SAMPLER}",

@@ -222,6 +222,13 @@ FAMILIES = {
         ),
     ),
 }
+# A bias for every sum over the parts of devices.
+BIASES = dataclasses.replace(
+    FAMILIES["experts"],
+    output_bias=True,
+    mlp_bias=True,
+    layers=(LayerSpec(mlp="experts"), LayerSpec(mlp="dense")),
+)
 SYSTEM = tuple(np.random.default_rng(7).integers(0, 40, 21).tolist())
 REPLY = (7, 8, 9)
 TEMPERATURE = 0.9
@@ -325,24 +332,38 @@ def check(config, dtype, spec=None, *, adapter=False, top_p=1.0):
         np.testing.assert_array_equal(ours, recorded)
 
 
-@pytest.mark.parametrize("family", ["latent", "latent_experts", "shared_keys"])
-def test_exact_mode_gives_what_the_form_of_training_gives(family):
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("latent", None),
+        ("latent_experts", None),
+        ("shared_keys", None),
+        # Each device adds a part of a sum, and one of them its bias.
+        pytest.param("biases", "tp2", marks=pytest.mark.meshes),
+        pytest.param("convolutions", "tp2", marks=pytest.mark.meshes),
+    ],
+)
+def test_exact_mode_gives_what_the_form_of_training_gives(family, spec):
     """Both sides could agree and be wrong: latents have other products there."""
-    config = FAMILIES[family]
-    params, rng = tiny.params(config), np.random.default_rng(0)
+    config = {**FAMILIES, "biases": BIASES}[family]
+    mesh = None if spec is None else create_mesh(spec, jax.devices()[:2])
+    params = tiny.params(config, mesh=mesh)
+    rng = np.random.default_rng(0)
     units = [
         Sequence.of(SYSTEM, rng.integers(0, 40, count).tolist()) for count in (5, 30, 2)
     ]
-    batch = jax.tree.map(jnp.asarray, pack(trees(units), 64, 1))
-    paths = {"positions": batch.positions, "ends": batch.ends}
+    batch = pack(trees(units), 64, 1)
 
     @jax.jit
-    def run(params):
+    def run(params, batch):
+        paths = {"positions": batch.positions, "ends": batch.ends}
         counted = batch.ends > 0
         found, _ = exact_forward(params, config, batch.tokens, counted=counted, **paths)
         return found, forward(params, config, batch.tokens, **paths)
 
-    found, expected = jax.tree.map(lambda leaf: leaf[batch.ends > 0], run(params))
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        both = jax.device_get(run(params, batch))
+    found, expected = (each[batch.ends > 0] for each in both)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert (found != expected).any()
 

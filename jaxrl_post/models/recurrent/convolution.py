@@ -10,19 +10,16 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import StateCache
-from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.layers import add_bias, norm, project
-from jaxrl_post.models.params import LayerParams
+from jaxrl_post.models.layers import project
 from jaxrl_post.models.recurrent_params import ShortConvolutionParams
+from jaxrl_post.models.rows import Rows
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int, previous_tokens
 
 __all__ = [
     "OpenWindow",
     "earlier_tokens",
-    "exact_convolution",
     "inputs_before",
     "short_convolution",
     "weighted_sum",
@@ -49,78 +46,40 @@ class OpenWindow:
 
 def short_convolution(
     params: ShortConvolutionParams[Array],
-    x: Float[Array, "tokens hidden"],
-    shape: tuple[int, ...],
+    x: Float[Array, "rows hidden"],
+    rows: Rows,
     earlier: Int[Array, "distances batch length"] | None,
     entry: StateCache | None,
-    rules: Rules,
-) -> tuple[Float[Array, "tokens hidden"], StateCache | None]:
+    rules: Rules | None,
+) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
     """Runs a convolution over these tokens and the ones before them.
 
     Args:
         params: of the layer.
         x: its inputs.
-        shape: (batch, length).
+        rows: of the tokens.
         earlier: of `earlier_tokens`; None with a state.
         entry: the state before the tokens; None without a cache.
-        rules: sharding of activations.
+        rules: sharding of activations; None on one device of a `shard_map`, with its
+            part of the channels.
 
     Returns:
-        The update of the residual stream, and the state after the counted tokens.
-    """
-    inputs = constrain(_inputs(params, x), ("batch", "channels"), rules)
-    inputs = inputs.reshape(*shape, -1)
-    distances = params.kernel.shape[0] - 1
-    seen, after = _before(inputs, distances, earlier, entry)
-    seen = [each.reshape(x.shape[0], -1) for each in (*seen, inputs)]
-    product = constrain(_gated(params, x, seen), ("batch", "channels"), rules)
-    update = project(product, params.outputs)
-    if params.outputs_bias is not None:
-        update = add_bias(update, params.outputs_bias)
-    return update, after
-
-
-def exact_convolution(
-    config: ModelConfig,
-    layer: LayerParams[Array],
-    rows: CountedRows,
-    states: Float[Array, "rows hidden"],
-    earlier: Int[Array, "distances batch length"] | None,
-    entry: StateCache | None,
-    shape: tuple[int, ...],
-) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
-    """A convolution whose bits for a token depend on its path alone.
-
-    Args:
-        config: of the model.
-        layer: of the layer, with this device's part of the channels.
-        rows: the counted tokens.
-        states: the residual stream.
-        earlier: as in `short_convolution`.
-        entry: as there.
-        shape: (batch, length) of the tokens.
-
-    Returns:
-        This device's part of the update, without the bias of the outputs; and the state
+        The update of the residual stream, or the device's part of it, and the state
         after the counted tokens.
     """
-    params = layer.convolution
-    assert params is not None
 
-    def normed(x: Array) -> Array:
-        return (
-            x if layer.attention_norm is None else norm(config, x, layer.attention_norm)
-        )
+    def inputs_of(x: Array) -> Array:
+        gate = project(x, params.input_gate, params.input_gate_bias)
+        inputs = gate * project(x, params.inputs, params.inputs_bias)
+        return constrain(inputs, ("batch", "channels"), rules)
 
-    inputs = map_tiles(lambda x: _inputs(params, normed(x)), [states], rows.count)
-    whole = rows.put(inputs).reshape(*shape, -1)
-    seen, after = _before(whole, params.kernel.shape[0] - 1, earlier, entry)
-    seen = [rows.take(each.reshape(-1, each.shape[-1])) for each in seen]
+    def output(x: Array, seen: Sequence[Array]) -> Array:
+        product = constrain(_gated(params, x, seen), ("batch", "channels"), rules)
+        return project(product, params.outputs, params.outputs_bias)
 
-    def part(x: Array, *seen: Array) -> Array:
-        return project(_gated(params, normed(x), seen), params.outputs)
-
-    return map_tiles(part, [states, *seen, inputs], rows.count), after
+    inputs = rows.batch(rows.each(inputs_of, x))
+    seen, after = _before(inputs, params.kernel.shape[0] - 1, earlier, entry)
+    return rows.each(output, x, [*map(rows.flat, (*seen, inputs))]), after
 
 
 def earlier_tokens(
@@ -153,12 +112,6 @@ def earlier_tokens(
         found.append(jnp.where(positions >= distance, before, -1))
         before = jnp.take_along_axis(previous, before, axis=1)
     return jnp.stack(found)
-
-
-def _inputs(params: ShortConvolutionParams[Array], x: Array) -> Array:
-    """The inputs of the sums, B x."""
-    gate = project(x, params.input_gate, params.input_gate_bias)
-    return gate * project(x, params.inputs, params.inputs_bias)
 
 
 def _gated(

@@ -13,7 +13,6 @@ from jaxrl_post.kernels.linear_attention import (
     StatePlan,
     plan_trees,
 )
-from jaxrl_post.kernels.row_tiles import CountedRows
 from jaxrl_post.models.cache import StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.params import LayerParams
@@ -21,21 +20,16 @@ from jaxrl_post.models.recurrences import ShortConvolution
 from jaxrl_post.models.recurrent.convolution import (
     OpenWindow,
     earlier_tokens,
-    exact_convolution,
     short_convolution,
 )
 from jaxrl_post.models.recurrent.delta import DELTA
-from jaxrl_post.models.recurrent.linear import (
-    Linear,
-    LinearParams,
-    exact_linear,
-    linear,
-)
+from jaxrl_post.models.recurrent.linear import Linear, LinearParams, linear
 from jaxrl_post.models.recurrent.mamba import MAMBA2
+from jaxrl_post.models.rows import Rows
 from jaxrl_post.sharding import Rules
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Past", "closed", "exact_recurrent", "recurrent"]
+__all__ = ["Past", "closed", "recurrent"]
 
 
 @struct.dataclass
@@ -97,73 +91,40 @@ def closed(states: tuple[Any, ...], counts: Int[Array, " slots"]) -> tuple[Any, 
 def recurrent(
     config: ModelConfig,
     params: LayerParams[Array],
-    x: Float[Array, "tokens hidden"],
-    shape: tuple[int, ...],
+    x: Float[Array, "rows hidden"],
+    rows: Rows,
     past: Past | None,
     entry: StateCache | None,
-    rules: Rules,
+    rules: Rules | None,
     kernels: Implementation = "auto",
-) -> tuple[Float[Array, "tokens hidden"], StateCache | None]:
-    """Runs a layer's recurrence over tokens [batch, length], `shape`.
+) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
+    """Runs a layer's recurrence.
 
     Args:
         config: of the model.
         params: of the layer.
         x: its inputs.
-        shape: (batch, length).
+        rows: of the tokens.
         past: of the tokens; None with a cache.
         entry: the layer's part of a cache; None without one.
-        rules: sharding of activations.
+        rules: sharding of activations; None on one device of a `shard_map`, with its
+            part of channels or heads.
         kernels: implementation of a decoding step of linear attention.
 
     Returns:
-        The update of the residual stream, and the state after the counted tokens.
+        The update of the residual stream, or the device's part of it, and the state
+        after the counted tokens.
     """
     if params.convolution is not None:
         earlier = None if past is None else past.earlier
-        return short_convolution(params.convolution, x, shape, earlier, entry, rules)
+        return short_convolution(params.convolution, x, rows, earlier, entry, rules)
     kind, own = _linear(params)
     trees = None
     if past is not None:
-        assert past.plan is not None
-        trees = past.earlier, past.plan
-    return linear(config, kind, own, x, shape, trees, entry, rules, kernels)
-
-
-def exact_recurrent(
-    config: ModelConfig,
-    layer: LayerParams[Array],
-    rows: CountedRows,
-    states: Float[Array, "rows hidden"],
-    past: Past | None,
-    entry: StateCache | None,
-    shape: tuple[int, ...],
-) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
-    """As `recurrent`, with bits that depend on a token's path alone.
-
-    Args:
-        config: of the model.
-        layer: of the layer, with this device's part of channels or heads.
-        rows: the counted tokens.
-        states: the residual stream.
-        past: of the tokens; None with a cache.
-        entry: the layer's part of a cache; None without one.
-        shape: (batch, length) of the tokens.
-
-    Returns:
-        This device's part of the update, without the bias of the outputs; and the state
-        after the counted tokens.
-    """
-    if layer.convolution is not None:
-        earlier = None if past is None else past.earlier
-        return exact_convolution(config, layer, rows, states, earlier, entry, shape)
-    kind, own = _linear(layer)
-    trees = None
-    if past is not None:
-        assert past.places is not None
-        trees = past.earlier, past.places
-    before = layer.attention_norm
-    return exact_linear(config, kind, own, before, rows, states, trees, entry, shape)
+        plan = past.places if rows.exact else past.plan
+        assert plan is not None
+        trees = past.earlier, plan
+    return linear(config, kind, own, x, rows, trees, entry, rules, kernels)
 
 
 def _linear(layer: LayerParams[Array]) -> tuple[Linear, LinearParams]:

@@ -5,6 +5,7 @@ tokens. Training passes over packed rows in chunks; so does a prefill, which beg
 a state; a decoding step updates the states of its rows.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,16 +24,16 @@ from jaxrl_post.kernels.linear_attention import (
     linear_step,
     plan_rows,
 )
-from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import LinearState, StateCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.layers import norm, to_heads
+from jaxrl_post.models.layers import to_heads
 from jaxrl_post.models.recurrent.convolution import inputs_before, weighted_sum
 from jaxrl_post.models.recurrent_params import GatedDeltaParams, Mamba2Params
+from jaxrl_post.models.rows import Rows
 from jaxrl_post.sharding import Rules, constrain
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Linear", "Seen", "convolved", "exact_linear", "linear"]
+__all__ = ["Linear", "Seen", "convolved", "linear"]
 
 HEAD_AXES = ("batch", "length", "heads", "head_dim")
 
@@ -70,13 +71,13 @@ def linear(
     config: ModelConfig,
     kind: Linear,
     params: LinearParams,
-    x: Float[Array, "tokens hidden"],
-    shape: tuple[int, ...],
-    past: tuple[Int[Array, "distances batch length"], StatePlan] | None,
+    x: Float[Array, "rows hidden"],
+    rows: Rows,
+    past: tuple[Int[Array, "distances batch length"], StatePlan | Places] | None,
     entry: StateCache | None,
-    rules: Rules,
+    rules: Rules | None,
     kernels: Implementation,
-) -> tuple[Float[Array, "tokens hidden"], StateCache | None]:
+) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
     """Runs linear attention over these tokens.
 
     Args:
@@ -84,108 +85,74 @@ def linear(
         kind: of the layer.
         params: of the layer.
         x: its inputs.
-        shape: (batch, length).
-        past: of `earlier_tokens` and `plan_trees`; None with a state.
+        rows: of the tokens.
+        past: of `earlier_tokens`, and of `plan_trees` or, for exact rows, of
+            `Places.of_trees`; None with a state.
         entry: the state before the tokens; None without a cache.
-        rules: sharding of activations.
+        rules: sharding of activations; None on one device of a `shard_map`, with its
+            part of the heads.
         kernels: implementation of a decoding step.
 
     Returns:
-        The update of the residual stream, and the state after the counted tokens.
+        The update of the residual stream, or the device's part of it, and the state
+        after the counted tokens.
     """
-    inputs = [
-        constrain(each, HEAD_AXES, rules) for each in _projected(params, x, shape)
-    ]
-    earlier = None if past is None else past[0]
-    seen, windows = _seen(params, inputs, earlier, entry)
-    seen = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), seen)
-    found, kept = kind.tokens(params, x, seen)
-    tokens = jax.tree.map(lambda each: each.reshape(*shape, *each.shape[1:]), found)
-    after = None
-    if entry is None:
-        assert past is not None
-        out = linear_attention(tokens, past[1], rules)
+    projected = rows.each(functools.partial(_projected, params), x)
+    inputs = [constrain(rows.batch(each), HEAD_AXES, rules) for each in projected]
+    seen, windows = _seen(params, inputs, None if past is None else past[0], entry)
+    seen = jax.tree.map(rows.flat, seen)
+    found, kept = rows.each(functools.partial(kind.tokens, params), x, seen)
+    tokens = jax.tree.map(rows.batch, found)
+    plan = None if past is None else past[1]
+    if rows.exact:
+        out, memory = _remembered_exactly(tokens, rows.shape, plan, entry)
     else:
-        counts, memory = entry.counted(shape), entry.state.memory
-        if entry.opened:
-            out, memory = linear_open(tokens, memory)
-        elif shape[1] == 1:
-            tokens = _counted(tokens, counts > 0)
-            out, memory = linear_step(tokens, memory, rules, kernels)
-        else:
-            planned = plan_rows(counts, shape[1])
-            out, memory = linear_continued(tokens, planned, memory, rules)
+        out, memory = _remembered(tokens, rows.shape, plan, entry, rules, kernels)
+    after = None
+    if entry is not None:
         after = entry.replace(state=LinearState(memory, *windows))
-    out = constrain(out, HEAD_AXES, rules)
-    flat = out.reshape(x.shape[0], *out.shape[2:])
-    return kind.output(config, params, x, flat, kept), after
+    out = rows.flat(constrain(out, HEAD_AXES, rules))
+    output = functools.partial(kind.output, config, params)
+    return rows.each(output, x, out, kept), after
 
 
-def exact_linear(
-    config: ModelConfig,
-    kind: Linear,
-    params: LinearParams,
-    norm_weight: Float[Array, " hidden"] | None,
-    rows: CountedRows,
-    states: Float[Array, "rows hidden"],
-    past: tuple[Int[Array, "distances batch length"], Places] | None,
-    entry: StateCache | None,
+def _remembered(
+    tokens: LinearInputs,
     shape: tuple[int, ...],
-) -> tuple[Float[Array, "rows hidden"], StateCache | None]:
-    """Linear attention whose bits for a token depend on its path alone.
+    plan: StatePlan | Places | None,
+    entry: StateCache | None,
+    rules: Rules | None,
+    kernels: Implementation,
+) -> tuple[Array, Any]:
+    """What the tokens find in the memory, and the memory after the counted ones."""
+    assert rules is not None
+    if entry is None:
+        assert isinstance(plan, StatePlan)
+        return linear_attention(tokens, plan, rules), None
+    counts, memory = entry.counted(shape), entry.state.memory
+    if entry.opened:
+        return linear_open(tokens, memory)
+    if shape[1] == 1:
+        return linear_step(_counted(tokens, counts > 0), memory, rules, kernels)
+    return linear_continued(tokens, plan_rows(counts, shape[1]), memory, rules)
+
+
+def _remembered_exactly(
+    tokens: LinearInputs,
+    shape: tuple[int, ...],
+    plan: StatePlan | Places | None,
+    entry: StateCache | None,
+) -> tuple[Array, Any]:
+    """`_remembered` with bits that depend on a token's path alone.
 
     Trainer and sampler pass over the tokens one by one
     (`kernels.linear_attention.rows`).
-
-    Args:
-        config: of the model.
-        kind: of the layer.
-        params: of the layer, with this device's part of the heads.
-        norm_weight: of the norm before the layer; None without one.
-        rows: the counted tokens.
-        states: the residual stream.
-        past: of `earlier_tokens` and `Places.of_trees`; None with a state.
-        entry: the state before the tokens; None without a cache.
-        shape: (batch, length) of the tokens.
-
-    Returns:
-        This device's part of the update, and the state after the counted tokens.
     """
-
-    def normed(x: Array) -> Array:
-        return x if norm_weight is None else norm(config, x, norm_weight)
-
-    def projected(x: Array) -> list[Array]:
-        heads = _projected(params, normed(x), (1, x.shape[0]))
-        return [each[0] for each in heads]
-
-    inputs = map_tiles(projected, [states], rows.count)
-    whole = [_of_batch(rows, each, shape) for each in inputs]
-    seen, windows = _seen(params, whole, None if past is None else past[0], entry)
-    seen = jax.tree.map(lambda each: rows.take(each.reshape(-1, *each.shape[2:])), seen)
-    arrays, tree = jax.tree.flatten(seen)
-
-    def tokens_of(x: Array, *arrays: Array) -> tuple[LinearInputs, Array | None]:
-        return kind.tokens(params, normed(x), jax.tree.unflatten(tree, arrays))
-
-    found, kept = map_tiles(tokens_of, [states, *arrays], rows.count)
-    memory, places = None, None if past is None else past[1]
-    if entry is not None:
-        places = Places.of_rows(entry.counted(shape), shape[1])
-        memory = entry.state.memory
-    assert places is not None
-    tokens = jax.tree.map(lambda each: _of_batch(rows, each, shape), found)
-    out, memory = linear_rows(tokens, places, memory)
-    out = rows.take(out.reshape(-1, *out.shape[2:]))
-
-    def part(x: Array, out: Array, *kept: Array) -> Array:
-        return kind.output(config, params, normed(x), out, kept[0] if kept else None)
-
-    after = None
-    if entry is not None:
-        after = entry.replace(state=LinearState(memory, *windows))
-    beside = [] if kept is None else [kept]
-    return map_tiles(part, [states, out, *beside], rows.count), after
+    if entry is None:
+        assert isinstance(plan, Places)
+        return linear_rows(tokens, plan, None)
+    places = Places.of_rows(entry.counted(shape), shape[1])
+    return linear_rows(tokens, places, entry.state.memory)
 
 
 def convolved(
@@ -213,15 +180,10 @@ def _counted(tokens: LinearInputs, counted: Array) -> LinearInputs:
     return tokens._replace(beta=masked(tokens.beta))
 
 
-def _of_batch(rows: CountedRows, array: Array, shape: tuple[int, ...]) -> Array:
-    """[rows, ...] as [batch, length, ...]."""
-    return rows.put(array).reshape(*shape, *array.shape[1:])
-
-
-def _projected(params: LinearParams, x: Array, shape: tuple[int, ...]) -> list[Array]:
+def _projected(params: LinearParams, x: Array) -> list[Array]:
     """The inputs of the convolutions of queries, keys and values."""
     weights = params.query, params.key, params.value
-    return [to_heads(x, weight, None, shape) for weight in weights]
+    return [to_heads(x, weight, None, x.shape[:1]) for weight in weights]
 
 
 def _seen(

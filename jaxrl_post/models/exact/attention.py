@@ -18,7 +18,7 @@ from jaxrl_post.kernels.attention.paths import (
     attend_paths,
     queries_per_task,
 )
-from jaxrl_post.kernels.row_tiles import CountedRows, isolated, map_tiles
+from jaxrl_post.kernels.row_tiles import isolated
 from jaxrl_post.models.attention import (
     Context,
     from_latents,
@@ -30,10 +30,11 @@ from jaxrl_post.models.attention import (
 )
 from jaxrl_post.models.cache import LayerCache
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.layers import norm, project
+from jaxrl_post.models.layers import project
 from jaxrl_post.models.matrix import is_matrix
 from jaxrl_post.models.params import LatentAttentionParams, LayerParams
 from jaxrl_post.models.rope import rope_tables, rotation
+from jaxrl_post.models.rows import CountedRows
 from jaxrl_post.types import Array, previous_tokens
 
 __all__ = ["Paths", "Read", "exact_attention"]
@@ -55,7 +56,6 @@ class Paths(NamedTuple):
         parents: int32 [tokens], the token before each first token of a run.
         counted: bool [tokens].
         rows: the rows that hold the tokens' states.
-        length: tokens of a row of the batch.
     """
 
     starts: Array
@@ -63,12 +63,15 @@ class Paths(NamedTuple):
     parents: Array
     counted: Array
     rows: CountedRows
-    length: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row of the batch."""
+        return self.rows.shape[1]
 
     @classmethod
-    def of(
-        cls, positions: Array, counted: Array, ends: Array | None, rows: CountedRows
-    ) -> "Paths":
+    def of(cls, positions: Array, counted: Array, ends: Array | None) -> "Paths":
+        """The paths of a batch; the arguments are those of `exact_forward`."""
         batch, length = positions.shape
         index = jnp.arange(length, dtype=jnp.int32)
         first = index[None] == 0
@@ -84,8 +87,7 @@ class Paths(NamedTuple):
             positions.reshape(-1),
             (parents + offset).reshape(-1),
             counted.reshape(-1),
-            rows,
-            length,
+            CountedRows.of(counted),
         )
 
     def tasks(self, group: int, rows: int) -> tuple[Tasks, Array]:
@@ -146,7 +148,7 @@ def exact_attention(
     index: int,
     params: LayerParams[Array],
     paths: Paths,
-    states: Array,
+    x: Array,
     entry: Read | None,
     *,
     heads: tuple[str, ...],
@@ -159,24 +161,21 @@ def exact_attention(
         index: the layer.
         params: the layer's parameters, with this device's part of the heads.
         paths: the tokens.
-        states: [rows, hidden], the residual stream.
+        x: [rows, hidden], the layer's inputs.
         entry: the layer's part of the cache; None if the paths lie in the batch. For a
             layer that reads the keys of another: what was read there.
         heads: mesh axes of a `shard_map` that split the query heads.
         kv_heads: axes that split the key/value heads; () if all devices have them all.
 
     Returns:
-        This device's part of the update [rows, hidden], without the output's bias; and
-        what was read: the cache with these tokens, or the keys and values of the batch.
+        This device's part of the update [rows, hidden]; and what was read: the cache
+        with these tokens, or the keys and values of the batch.
     """
     rows, up = paths.rows, None
     if isinstance(params.attention, LatentAttentionParams):
-        up = _latent_up(config, params.attention, states, rows)
-    query, gate, *made = map_tiles(
-        functools.partial(_projected, config, index, params, up),
-        [states, rows.take(paths.positions)],
-        rows.count,
-    )
+        up = _latent_up(config, params.attention, x.dtype, rows)
+    projected = functools.partial(_projected, config, index, params, up)
+    query, gate, *made = rows.each(projected, x, rows.take(paths.positions))
     if not config.layer(index).makes_keys:
         assert entry is not None
         read = entry
@@ -225,10 +224,7 @@ def exact_attention(
     )
     sinks = getattr(params.attention, "sinks", None)
     attended = attend_paths(settings, query, tasks, fetch, sinks)
-    gates = [] if gate is None else [gate]
-    mixed = functools.partial(_mixed, params, up)
-    part = map_tiles(mixed, [attended, *gates], rows.count)
-    return part, read
+    return rows.each(functools.partial(_output, params, up), attended, gate), read
 
 
 def _arrays(read: Read) -> tuple[Array, ...]:
@@ -250,7 +246,7 @@ class _LatentUp(NamedTuple):
 def _latent_up(
     config: ModelConfig,
     params: LatentAttentionParams[Array],
-    states: Array,
+    dtype: jnp.dtype,
     rows: CountedRows,
 ) -> _LatentUp:
     """Makes and cuts the matrix once.
@@ -261,9 +257,7 @@ def _latent_up(
     latent, weight = config.latent, params.kv_up
     assert latent is not None
     if is_matrix(weight):
-        weight = isolated(
-            lambda weight: weight.dense(states.dtype), rows.count > 0, weight
-        )
+        weight = isolated(lambda weight: weight.dense(dtype), rows.count > 0, weight)
     return _LatentUp(weight[..., : latent.nope_dim], weight[..., latent.nope_dim :])
 
 
@@ -272,7 +266,7 @@ def _projected(
     index: int,
     params: LayerParams[Array],
     up: _LatentUp | None,
-    hidden: Array,
+    x: Array,
     positions: Array,
 ) -> tuple[Array | None, ...]:
     """Queries, gates, keys and values of a tile, [TILE, heads, head_dim] each.
@@ -285,9 +279,7 @@ def _projected(
     if kind is not None:
         tables = rope_tables(config, at, kind)
     context = Context(at, None, None, tables, spec.window, None)
-    x, attention = hidden, params.attention
-    if params.attention_norm is not None:
-        x = norm(config, x, params.attention_norm)
+    attention = params.attention
     if up is None:
         query, gate = queries(config, attention, x, context)  # type: ignore[arg-type]
         entries = ()
@@ -303,35 +295,31 @@ def _projected(
     return tuple(None if heads is None else heads[0] for heads in found)
 
 
-def _mixed(
+def _output(
     params: LayerParams[Array],
     up: _LatentUp | None,
     attended: Array,
-    gate: Array | None = None,
+    gate: Array | None,
 ) -> Array:
     """This device's part of the output of attention."""
     if up is not None:
         attended = from_latents(attended[None], up.value)[0]
     flat = with_gate(attended, gate).reshape(attended.shape[0], -1)
     assert params.attention is not None
-    return project(flat, params.attention.output, inputs=2)
+    output, bias = params.attention.output, params.attention.output_bias
+    return project(flat, output, bias, inputs=2)
 
 
 def _written(entry: LayerCache, entries: list[Array], paths: Paths) -> LayerCache:
     """Writes the keys and values of rows, [rows, heads, dim] each, to the cache."""
-    length = paths.length
-
-    def of_batch(array: Array) -> Array:
-        """[rows, heads, dim] as [batch, heads, length, dim]."""
-        whole = paths.rows.put(array).reshape(-1, length, *array.shape[1:])
-        return whole.swapaxes(1, 2)
-
     # Tokens that are not counted are written nowhere.
     to = jnp.where(paths.counted, paths.positions, entry.keys.shape[2])
-    key, value = of_batch(entries[0]), of_batch(entries[-1])
+    key, value = (
+        paths.rows.batch(each).swapaxes(1, 2) for each in (entries[0], entries[-1])
+    )
     if len(entries) == 1:
         value = value[..., :0]
-    return entry.write(key, value, to.reshape(-1, length), kernels="xla")
+    return entry.write(key, value, to.reshape(-1, paths.length), kernels="xla")
 
 
 def _read_heads(

@@ -4,8 +4,9 @@ Sampler and trainer compute a token in other batches, rows and programs, and a c
 may sum in another order in each. Here all that is done to a token is done in tiles of a
 fixed size (`kernels.row_tiles`), attention reads a path in fixed blocks
 (`kernels.attention.paths`), and the parts of devices that split a product are added in
-the devices' order. So both give the same bits. There is no derivative: the trainer
-takes the values from here and the gradient from `forward`.
+the devices' order. So both give the same bits. The layers are those of `forward`, in
+another mode (`models.layer`). There is no derivative: the trainer takes the values from
+here and the gradient from `forward`.
 
 On a mesh every device computes its own tokens; weights that are split along the batch's
 axes are gathered; splits of heads, MLP and vocabulary stay.
@@ -13,7 +14,6 @@ axes are gathered; splits of heads, MLP and vocabulary stay.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,27 +21,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.row_tiles import CountedRows, map_tiles
 from jaxrl_post.models.cache import KVCache, LayerCache, StateCache, state_specs
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.exact_attention import Paths, Read, exact_attention
-from jaxrl_post.models.experts import partial_mixture
-from jaxrl_post.models.layers import (
-    add_bias,
-    embed,
-    inner_mlp,
-    norm,
-    per_layer_inputs,
-    per_layer_rows,
-    per_layer_update,
-    project,
-    scaled,
-    unit_norm,
-)
+from jaxrl_post.models.exact.attention import Paths, Read, exact_attention
+from jaxrl_post.models.experts import Chosen
+from jaxrl_post.models.layer import Part, run_layer
+from jaxrl_post.models.layers import embed, norm, per_layer_inputs, per_layer_rows
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, param_specs
 from jaxrl_post.models.recurrences import LinearAttention
-from jaxrl_post.models.recurrent import Past, exact_recurrent
+from jaxrl_post.models.recurrent import Past, recurrent
+from jaxrl_post.models.rows import CountedRows
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
@@ -105,6 +95,15 @@ class _Split(NamedTuple):
     expert_ffn: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
 
+    def of(self, part: Part) -> tuple[str, ...]:
+        """The axes that split the last product of a part of a layer."""
+        return {
+            "attention": self.heads,
+            "recurrence": self.states,
+            "dense": self.ffn,
+            "experts": self.expert_ffn,
+        }[part]
+
 
 def exact_forward(
     params: DecoderParams[Array],
@@ -132,6 +131,9 @@ def exact_forward(
 
     Returns:
         Hidden states, 0 where not counted, and the cache with these tokens.
+
+    Raises:
+        ValueError: the rules split experts and their shared MLP in different ways.
     """
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     hidden, rows = hidden.reshape(*tokens.shape, -1), None
@@ -156,6 +158,13 @@ def exact_forward(
         else dividing_axes("expert_ffn", config.experts.expert_size, mesh, rules),
         states=dividing_axes(*_state_axis(config), mesh, rules),
     )
+    if config.experts is not None and config.experts.shared_size:
+        shared = dividing_axes("ffn", config.experts.shared_size, mesh, rules)
+        if shared != split.expert_ffn:
+            raise ValueError(
+                f"exact mode: {split.expert_ffn} split the experts, {shared} the MLP "
+                "that is added to them; use rules that split expert_ffn and ffn alike"
+            )
     of_rows = P(split.batch)
     of_cache = None if cache is None else _cache_specs(config, cache, split)
     specs = param_specs(config)
@@ -248,41 +257,29 @@ def _local(
     `embedded` has their embeddings, and their rows of the tables of all layers, if any.
     """
     layers, final_norm, tables = weights
-    shape = positions.shape
-    rows = CountedRows.of(counted.reshape(-1))
-    paths = Paths.of(positions, counted, ends, rows)
-    hidden, of_tables = embedded
-    states, inputs = rows.take(hidden.reshape(-1, hidden.shape[-1])), None
+    paths = Paths.of(positions, counted, ends)
+    rows, past = paths.rows, None
+    hidden, of_tables = jax.tree.map(rows.flat, embedded)
+    inputs = None
     if of_tables is not None:
-        of_tables = rows.take(of_tables.reshape(-1, of_tables.shape[-1]))
-        inputs = map_tiles(
-            functools.partial(per_layer_inputs, config, tables),
-            [states, of_tables],
-            rows.count,
-        )
-    past = None
+        add = functools.partial(per_layer_inputs, config, tables)
+        inputs = rows.each(add, hidden, of_tables)
     if cache is None:
         past = Past.of(config, positions, ends, exact=True)
     entries: list[Read | StateCache | None] = []
     for index, layer in enumerate(layers):
-        spec = config.layer(index)
-        before = None if cache is None else cache.layer(index)
-        entry = before if spec.keys_of is None else entries[spec.keys_of]
-        states, entry = _mixer(
-            config, split, index, layer, paths, states, (past, entry), shape
-        )
+        source = config.layer(index).keys_of
+        if source is not None:
+            entry = entries[source]
+        else:
+            entry = None if cache is None else cache.layer(index)
+        own = None if inputs is None else inputs[:, index]
+        mode = _Exactly(split, paths, past, entry, own)
+        layer = _biases_once(layer, split)
+        hidden, entry, _, _ = run_layer(config, index, layer, hidden, mode)
         entries.append(entry)
-        if spec.mlp is not None:
-            states = _feed_forward(config, split, index, layer, states, rows.count)
-        if layer.per_layer is not None or layer.scale is not None:
-            beside = [] if inputs is None else [inputs[:, index]]
-            states = map_tiles(
-                functools.partial(_ended, config, layer), [states, *beside], rows.count
-            )
-    states = map_tiles(
-        lambda states: norm(config, states, final_norm), [states], rows.count
-    )
-    out = rows.put(states).reshape(*shape, -1)
+    hidden = rows.each(functools.partial(norm, config, weight=final_norm), hidden)
+    out = rows.batch(hidden)
     if cache is None:
         return out, None
     kept: list[LayerCache | StateCache | None] = [
@@ -295,172 +292,92 @@ def _local(
     return out, cache.with_layers(kept)
 
 
-def _mixer(
-    config: ModelConfig,
-    split: _Split,
-    index: int,
-    layer: LayerParams[Array],
-    paths: Paths,
-    states: Array,
-    before: tuple[Past | None, Read | StateCache | None],
-    shape: tuple[int, ...],
-) -> tuple[Array, Read | StateCache | None]:
-    """Adds attention or a recurrence; also returns what the layer read or became."""
-    (past, entry), spec, rows = before, config.layer(index), paths.rows
-    if spec.mixer is None:
-        return states, None
-    if spec.mixer == "recurrence":
-        assert entry is None or isinstance(entry, StateCache)
-        axes = split.states
-        part, entry = exact_recurrent(config, layer, rows, states, past, entry, shape)
-    else:
+class _Exactly(NamedTuple):
+    """Exact mode as a `Mode`.
+
+    Attributes:
+        split: mesh axes that split the weights.
+        paths: of the tokens.
+        past: None with a cache, or for a model without states.
+        entry: the layer's part of a cache, if any. For a layer that reads another's
+            keys, what was read there.
+        inputs: as in `Mode`.
+        rules: None: all arrays are a device's own.
+        level: None: pictures are refused.
+        told: None: the routers choose.
+    """
+
+    split: _Split
+    paths: Paths
+    past: Past | None
+    entry: Read | StateCache | None
+    inputs: Array | None
+    rules: None = None
+    level: None = None
+    told: None = None
+
+    @property
+    def rows(self) -> CountedRows:
+        """The rows of the counted tokens."""
+        return self.paths.rows
+
+    def parts(self, part: Array, of: Part) -> list[Array]:
+        """The parts of all devices, in the devices' order.
+
+        An all-reduce may add them in another order for other shapes.
+        """
+        axes = self.split.of(of)
+        return list(jax.lax.all_gather(part, axes)) if axes else [part]
+
+    def mixed(
+        self, config: ModelConfig, index: int, params: LayerParams[Array], x: Array
+    ) -> tuple[Array, Read | StateCache | None, None]:
+        """This device's part of attention or of a recurrence."""
+        split, entry = self.split, self.entry
+        if params.attention is None:
+            assert entry is None or isinstance(entry, StateCache)
+            past = self.past
+            found = recurrent(config, params, x, self.rows, past, entry, rules=None)
+            return *found, None
         assert not isinstance(entry, StateCache)
-        axes = split.heads
-        part, entry = exact_attention(
+        found = exact_attention(
             config,
             index,
-            layer,
-            paths,
-            states,
+            params,
+            self.paths,
+            x,
             entry,
             heads=split.heads,
             kv_heads=split.kv_heads[index] if split.kv_heads else (),
         )
-    states = map_tiles(
-        functools.partial(_mixed, config, layer),
-        [states, *_parts(part, axes)],
-        rows.count,
-    )
-    return states, entry
+        return *found, None
+
+    def kept(self, chosen: Chosen) -> None:
+        """Nothing."""
+        del chosen
 
 
-def _feed_forward(
-    config: ModelConfig,
-    split: _Split,
-    index: int,
-    layer: LayerParams[Array],
-    states: Array,
-    count: Array,
-) -> Array:
-    """Adds the MLP, the experts, or both."""
-    found = []
-    if layer.mlp is not None:
-        part = map_tiles(functools.partial(_dense, config, layer), [states], count)
-        found.append(_parts(part, split.ffn))
-    if layer.experts is not None:
-        experts = functools.partial(_experts, config, index, layer, split)
-        part = map_tiles(experts, [states], count)
-        found.append(_parts(part, split.expert_ffn))
-    first = len(found[0])
-    return map_tiles(
-        functools.partial(_added, config, layer, first),
-        [states, *itertools.chain.from_iterable(found)],
-        count,
-    )
+def _biases_once(layer: LayerParams[Array], split: _Split) -> LayerParams[Array]:
+    """The parameters of a layer whose sums over devices have each bias once.
 
-
-def _parts(part: Array, axes: tuple[str, ...]) -> list[Array]:
-    """The parts of a sum that devices hold, in the devices' order.
-
-    An all-reduce may add them in another order for other shapes.
+    All devices but the first get 0 for a bias that is added to a part of a sum.
     """
-    return list(jax.lax.all_gather(part, axes)) if axes else [part]
 
+    def once(of: Part, params: Any, name: str) -> Any:
+        axes, bias = split.of(of), getattr(params, name, None)
+        if not axes or bias is None:
+            return params
+        bias = jnp.where(jax.lax.axis_index(axes) == 0, bias, jnp.zeros_like(bias))
+        return dataclasses.replace(params, **{name: bias})
 
-def _total(parts: Sequence[Array]) -> Array:
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total = total + part.astype(jnp.float32)
-    return total.astype(parts[0].dtype)
-
-
-def _normed(config: ModelConfig, x: Array, weight: Array | None) -> Array:
-    return x if weight is None else norm(config, x, weight)
-
-
-def _residual(
-    config: ModelConfig, hidden: Array, branch: Array, weight: Array | None
-) -> Array:
-    branch = _normed(config, branch, weight)
-    if config.residual_scale != 1.0:
-        branch = scaled(branch, config.residual_scale)
-    return hidden + branch
-
-
-def _mixed(
-    config: ModelConfig, params: LayerParams[Array], hidden: Array, *parts: Array
-) -> Array:
-    """Adds the mixer."""
-    branch, bias = _total(parts), None
-    if params.attention is not None:
-        bias = params.attention.output_bias
-    elif params.convolution is not None:
-        bias = params.convolution.outputs_bias
-    branch = _with_bias(branch, bias)
-    return _residual(config, hidden, branch, params.attention_post_norm)
-
-
-def _dense(config: ModelConfig, params: LayerParams[Array], hidden: Array) -> Array:
-    """This device's part of the MLP, without the last bias."""
-    assert params.mlp is not None
-    x = _normed(config, hidden, params.mlp_norm)
-    return project(inner_mlp(config, params.mlp, x), params.mlp.down)
-
-
-def _experts(
-    config: ModelConfig,
-    index: int,
-    params: LayerParams[Array],
-    split: _Split,
-    hidden: Array,
-) -> Array:
-    """This device's part of the experts, without the last bias of a shared MLP."""
-    experts, own = config.layer_experts(index), params.experts
-    assert experts is not None
-    assert own is not None
-    before = params.mlp_norm if params.experts_norm is None else params.experts_norm
-    x = _normed(config, hidden, before)
-    routed = unit_norm(config, hidden) if experts.scaled_router else None
-    part = partial_mixture(config, experts, own, x, split.expert_ffn, routed)
-    if own.shared is not None:
-        shared = project(inner_mlp(config, own.shared, x), own.shared.down)
-        if own.shared_gate is not None:
-            shared = shared * jax.nn.sigmoid(project(x, own.shared_gate.T))
-        part = part + shared
-    return part
-
-
-def _added(
-    config: ModelConfig,
-    params: LayerParams[Array],
-    first: int,
-    hidden: Array,
-    *parts: Array,
-) -> Array:
-    """Adds the MLP or the experts; of both, the first parts are the MLP's."""
-    branch = None
-    if params.mlp is not None:
-        branch = _with_bias(_total(parts[:first]), params.mlp.down_bias)
-        branch = _normed(config, branch, params.dense_post_norm)
-        parts = parts[first:]
-    if params.experts is not None:
-        shared = params.experts.shared
-        mixed = _with_bias(_total(parts), None if shared is None else shared.down_bias)
-        mixed = _normed(config, mixed, params.experts_post_norm)
-        branch = mixed if branch is None else branch + mixed
-    assert branch is not None
-    return _residual(config, hidden, branch, params.mlp_post_norm)
-
-
-def _with_bias(branch: Array, bias: Array | None) -> Array:
-    return branch if bias is None else add_bias(branch, bias)
-
-
-def _ended(
-    config: ModelConfig, params: LayerParams[Array], hidden: Array, *inputs: Array
-) -> Array:
-    """Adds what a layer's end reads of per-layer embeddings, and scales the layer."""
-    if params.per_layer is not None:
-        update = per_layer_update(config, params.per_layer, hidden, *inputs)
-        hidden = _residual(config, hidden, update, None)
-    return hidden if params.scale is None else hidden * params.scale
+    experts = once("experts", layer.experts, "down_bias")
+    if experts is not None:
+        shared = once("experts", experts.shared, "down_bias")
+        experts = dataclasses.replace(experts, shared=shared)
+    return dataclasses.replace(
+        layer,
+        attention=once("attention", layer.attention, "output_bias"),
+        convolution=once("recurrence", layer.convolution, "outputs_bias"),
+        mlp=once("dense", layer.mlp, "down_bias"),
+        experts=experts,
+    )

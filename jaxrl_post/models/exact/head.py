@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.row_tiles import TILE, CountedRows, map_tiles
+from jaxrl_post.kernels.row_tiles import TILE, map_tiles
 from jaxrl_post.kernels.token_logprob import tile_rows
 from jaxrl_post.kernels.token_logprob.rows import logprob_rows
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import logits_of, unembedding
 from jaxrl_post.models.params import DecoderParams
+from jaxrl_post.models.rows import CountedRows
 from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
 from jaxrl_post.types import Array, Bool, Float, Int
 
