@@ -23,7 +23,7 @@ MODELS = [
     ),
     Fault(
         "a layer that reads another's keys has no window",
-        f"{DECODER}::_mixed",
+        f"{DECODER}::_Place.mixed",
         "config.window(index)",
         "None if config.layer(index).keys_of is not None else config.window(index)",
         SHARED,
@@ -44,7 +44,7 @@ MODELS = [
     ),
     Fault(
         "the factor of a layer's output has a gradient",
-        f"{DECODER}::_layer",
+        "models/layer.py::_end",
         "jax.lax.stop_gradient(params.scale)",
         "params.scale",
         SHARED,
@@ -58,7 +58,7 @@ MODELS = [
     ),
     Fault(
         "a router reads what the MLP reads",
-        f"{DECODER}::_mlp",
+        "models/layer.py::_experts",
         "unit_norm(config, hidden)",
         "x",
         SHARED,

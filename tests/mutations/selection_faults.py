@@ -89,8 +89,8 @@ SELECTION = [
     ),
     Fault(
         "a layer without an indexer sees all keys",
-        f"{DECODER}::_mixed",
-        "place.choice",
+        f"{DECODER}::_Place.mixed",
+        "self.choice",
         "None",
         MODELS,
     ),
