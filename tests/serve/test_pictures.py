@@ -18,6 +18,9 @@ from jaxrl_post.serve.calls import ApiError
 from jaxrl_post.serve.fields import ChatMessage
 from jaxrl_post.serve.prompts import messages_of, prompt_of, with_pictures
 from jaxrl_post.serve.recordings import Recording
+from jaxrl_post.serve.responses.fields import ResponsesFields
+from jaxrl_post.serve.responses.items import chat_of, input_of
+from jaxrl_post.serve.responses.routes import Responses, _chat
 from jaxrl_post.tokens import Tokens
 from tests.pictures.files import colours, encoded, frames, png
 from tests.seeing import BLIND, EYES, QWEN3, RED, SEEING, WIDE, seeing
@@ -287,3 +290,69 @@ def test_the_server_refuses_pictures_beyond_the_context(seen):
     answer = post(seen, "/v1/chat/completions", body)
     assert answer.status_code == 400, answer.text
     assert json.loads(answer.text)["error"]["code"] == "context_length_exceeded"
+
+
+def shown(url):
+    return {"type": "input_image", "image_url": url}
+
+
+TOLD = {"type": "input_text", "text": "What?"}
+
+
+@pytest.mark.parametrize("name", ["function_call_output", "message"])
+def test_items_of_responses_have_pictures(name):
+    """Of a user, and of a call; then the chat is the one with these pictures."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    parts = [shown(data_url(RED)), TOLD]
+    item = {"role": "user", "content": parts}
+    if name == "function_call_output":
+        item = {"type": name, "call_id": "1", "output": parts}
+    asked = [user(TOLD), call, item]
+    found = chat_of(ResponsesFields.model_validate({"input": asked}))
+    [first, *_, last] = messages_of(found.messages, EYES, 99)
+    assert first == {"role": "user", "content": "What?"}
+    assert last["role"] == ("user" if name == "message" else "tool")
+    assert last["content"] == f"{PICTURE}What?"
+    assert last["pictures"] == (RED,)
+
+
+def test_a_response_with_pictures_is_continued():
+    asked = user(shown(data_url(RED)), TOLD, shown(data_url(WIDE)))
+    kept, fields = Responses(), ResponsesFields.model_validate({"input": [asked]})
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "3"}]}
+    answer = {"id": "one", "previous_response_id": None}
+    kept.add(answer | {"output": [{"type": "message", **said}]}, input_of(fields))
+    further = ResponsesFields.model_validate({"input": "And now?"})
+    found = _chat(further, kept.conversation("one")).messages
+    rows = (
+        ASKED,
+        {"role": "assistant", "content": "3"},
+        user(WHAT | {"text": "And now?"}),
+    )
+    assert prompt_of(SEEING, found, chat.NO_OPTIONS) == prompt(*rows)
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        (
+            user(TOLD, shown("http://a/b.png")),
+            "content of message 2 of the conversation",
+        ),
+        (user(TOLD, shown("http://a/b.png")), "never fetched"),
+        (user({"type": "input_image", "file_id": "f"}), "has no picture; send a data:"),
+        (
+            user(shown(data_url(RED)), {"type": "input_file"}),
+            "part of type 'input_file'",
+        ),
+        ({"role": "assistant", "content": [shown(data_url(RED))]}, "of the assistant"),
+        ({"role": "system", "content": [shown(data_url(RED))]}, "of the system"),
+        ({"role": "developer", "content": [shown(data_url(RED))]}, "of the developer"),
+    ],
+)
+def test_a_response_refuses_bad_pictures(seen, item, told):
+    body = {"input": [item], "instructions": "Look.", "max_output_tokens": 1}
+    answer = post(seen, "/v1/responses", body)
+    assert answer.status_code == 400, answer.text
+    assert told in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input"

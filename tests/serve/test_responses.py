@@ -706,8 +706,8 @@ def test_the_servers_limit_is_the_apps(served):
                     }
                 ]
             },
-            "input.0.message.content: this model reads text alone; got a part of type "
-            "'input_image'",
+            "content of message 1 of the conversation: this model reads text alone; "
+            "got a part of type 'input_image'",
             "input",
         ),
         ({"input": [OUTPUT]}, "the call_id 'c1' answers no function_call", "input"),

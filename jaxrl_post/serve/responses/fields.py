@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    model_validator,
 )
 
 from jaxrl_post.serve.fields import (
@@ -39,11 +40,22 @@ from jaxrl_post.serve.fields import (
 
 __all__ = ["LOGPROBS", "ResponsesFields", "flat"]
 
+PICTURE = "input_image"
 LOGPROBS = "message.output_text.logprobs"
 # OpenAI's limits.
 MOST_METADATA = 16
 
 type Text = Annotated[str | Parts, AfterValidator(text_of)]
+
+
+def _seen(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The parts of a content with pictures, which chats read; else its text."""
+    if isinstance(content, list) and any(p.get("type") == PICTURE for p in content):
+        return content
+    return text_of(content)
+
+
+type Content = Annotated[str | Parts, AfterValidator(_seen)]
 
 
 class _Item(Loose):
@@ -55,7 +67,16 @@ class InputMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    content: Content
+
+    @model_validator(mode="after")
+    def _shown_by_users(self) -> "InputMessage":
+        if self.role != "user" and not isinstance(self.content, str):
+            raise ValueError(
+                f"a message of the {self.role} has a part of type {PICTURE!r}; send "
+                "pictures in messages of the user or in outputs of calls"
+            )
+        return self
 
 
 class FunctionCall(_Item):
@@ -72,7 +93,7 @@ class FunctionCallOutput(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Text
+    output: Content
 
 
 class Reasoning(_Item):

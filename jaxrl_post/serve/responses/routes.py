@@ -214,7 +214,15 @@ def _chat(fields: ResponsesFields, before: Sequence[Kept]) -> ChatFields:
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """An error of a chat, with the names that its fields have in a request."""
+    """An error of a chat, with the names that its fields have in a request.
+
+    A message's number counts what the server joined and what came before the input.
+    """
+    error.message = re.sub(
+        r"\bmessages\[(\d+)\]\.content",
+        lambda found: f"content of message {int(found[1]) + 1} of the conversation",
+        error.message,
+    )
     for name, own in NAMES.items():
         error.message = re.sub(rf"\b{name}\b", own, error.message)
     error.param = NAMES.get(error.param or "", error.param)
