@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_post.messages import PICTURE
 from jaxrl_post.pictures.errors import PictureError
 
-__all__ = ["content_of", "data_url", "source_of", "with_texts"]
+__all__ = ["TEXTS", "content_of", "data_url", "source_of", "with_texts"]
 
 # First bytes of files that all clients know, and their media types.
 KINDS = (

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from jaxrl_post.pictures.contents import TEXTS
 from jaxrl_post.sampler.requests import MOST_ALTERNATIVES, MOST_FLOAT, MOST_INT
 from jaxrl_post.sampler.sizes import MOST_BIASES
 
@@ -63,11 +64,6 @@ MOST_WORDS = 128
 MOST_MESSAGES = 16_384
 MOST_PARTS = 16_384
 MOST_TOOLS = 1_024
-# Types of parts with text: of chats, of responses, and of both.
-TEXTS = (
-    *("text", "input_text", "output_text", "reasoning_text", "summary_text"),
-    "refusal",
-)
 # Most errors that an answer names.
 MOST_TOLD = 5
 UNKNOWN = "there is no such field here; is it misspelt?"
@@ -99,9 +95,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for part in content:
         kind = part.get("type")
-        # A refusal is what an earlier answer says, under another name.
-        name = kind if kind == "refusal" else "text"
-        text = part.get(name) if kind in TEXTS else None
+        text = part.get(TEXTS.get(str(kind), ""))
         if not isinstance(text, str):
             raise ValueError(
                 f"this model reads text alone; got a part of type {kind!r:.80}"
