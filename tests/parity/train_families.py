@@ -21,7 +21,9 @@ from jaxrl_post.models import forward, logits
 from launch import grpo
 
 # One of each family, and what could stand in the way of training: fused and quantised
-# tensors, biases that only select.
+# tensors, biases that only select. Not deepseek_v32_choosing: after training its
+# indexers give some last choices the score 0 that other keys have too, and torch.topk
+# takes any of them.
 FAMILIES = (
     "llama_rope_llama3", "mistral_window", "mixtral", "qwen2_tied", "qwen2_moe",
     "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_nested",
@@ -29,7 +31,10 @@ FAMILIES = (
     "granite", "smollm3", "seed_oss", "glm4_moe", "deepseek_v2_lite", "deepseek_v3_fp8",
     "gpt_oss_mxfp4", "ministral", "ministral3", "iquestcoder", "cwm", "dots1",
     "solar_open", "glm4_moe_lite", "youtu", "minimax_m2_released",
-    "glm_moe_dsa_shared", "glm_moe_dsa_choosing",
+    "glm_moe_dsa_shared", "glm_moe_dsa_choosing", "kimi_k2", "deepseek_v32",
+    "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next_released",
+    "nemotron_h", "nemotron_h_released", "gemma4_text_every_part",
+    "gemma4_text_experts",
 )  # fmt: skip
 
 
