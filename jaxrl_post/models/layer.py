@@ -28,7 +28,7 @@ Part = Literal["attention", "recurrence", "dense", "experts"]
 
 @runtime_checkable
 class Mode(Protocol):
-    """How a layer is computed, and its inputs except the hidden states.
+    """Computes the parts of a layer, and has its inputs except the hidden states.
 
     Attributes:
         rows: the tokens' rows.
@@ -69,7 +69,7 @@ class Mode(Protocol):
         ...
 
     def kept(self, chosen: Chosen) -> Any:
-        """What is kept of the experts that a router chose."""
+        """Returns what is kept of the experts that a router chose."""
         ...
 
 

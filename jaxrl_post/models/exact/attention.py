@@ -71,7 +71,7 @@ class Paths(NamedTuple):
 
     @classmethod
     def of(cls, positions: Array, counted: Array, ends: Array | None) -> "Paths":
-        """The paths of a batch; the arguments are those of `exact_forward`."""
+        """The paths of a batch; the arguments are as in `exact_forward`."""
         batch, length = positions.shape
         index = jnp.arange(length, dtype=jnp.int32)
         first = index[None] == 0

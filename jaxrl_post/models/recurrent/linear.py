@@ -124,7 +124,7 @@ def _remembered(
     rules: Rules | None,
     kernels: Implementation,
 ) -> tuple[Array, Any]:
-    """What the tokens find in the memory, and the memory after the counted ones."""
+    """Returns values from the memory, and the memory after the counted tokens."""
     assert rules is not None
     if entry is None:
         assert isinstance(plan, StatePlan)
