@@ -72,12 +72,13 @@ def thinks(
 
     Args:
         tokenizer: the model's.
-        prompt: token ids; the last eight are looked at.
+        prompt: token ids; the last eight are looked at, without those of pictures.
         continued: the text of the last message, if the prompt leaves it open.
     """
     if continued and (THINK in continued or THOUGHT in continued):
         return continued.rfind(THINK) > continued.rfind(THOUGHT)
-    last = list(prompt[-8:])
+    # Pictures have negative numbers (`pictures.numbered`).
+    last = [token for token in prompt[-8:] if token >= 0]
     for place in reversed(range(len(last))):
         if _begins_turn(tokenizer, last[place]):
             del last[: place + 1]

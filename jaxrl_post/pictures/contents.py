@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_post.messages import PICTURE
 from jaxrl_post.pictures.errors import PictureError
 
-__all__ = ["TEXTS", "content_of", "data_url", "source_of", "with_texts"]
+__all__ = ["PICTURES", "TEXTS", "content_of", "data_url", "source_of", "with_texts"]
 
 # First bytes of files that all clients know, and their media types.
 KINDS = (
@@ -34,6 +34,13 @@ PICTURES = {
     "image_url": ("image_url", "url"),
     "input_image": ("image_url",),
 }
+# Further keys of parts that would change what a model reads. Other keys, such as
+# "cache_control", change nothing.
+OTHERS = (
+    *("image_path", "image_bytes", "images", "video", "video_url", "audio"),
+    *("input_audio", "file", "file_data", "resized_height", "resized_width"),
+    *("min_pixels", "max_pixels"),
+)
 
 # Returns the bytes of a picture; None is the next picture of the column `images`.
 type Read = Callable[[bytes | str | None], bytes]
@@ -102,6 +109,7 @@ def _part(part: Any, read: Read) -> str | bytes:
                 f"of type {kind!r} must have a {TEXTS[kind]!r} of text; got "
                 f"{type(text).__name__}"
             )
+        _check_keys(part, kind, TEXTS[kind])
         return text
     if kind not in PICTURES:
         raise PictureError(
@@ -110,12 +118,25 @@ def _part(part: Any, read: Read) -> str | bytes:
     given = [key for key in PICTURES[kind] if part.get(key) is not None]
     if len(given) > 1:
         raise PictureError(f"has {' and '.join(given)}; give one of them")
+    _check_keys(part, kind, *PICTURES[kind])
     if not given:
         return read(None)
     value = part[given[0]]
     if given[0] == "base64" and isinstance(value, str):
         value = f"data:;base64,{value}"
     return read(source_of(value))
+
+
+def _check_keys(part: Mapping[str, Any], kind: str, *known: str) -> None:
+    """Refuses what a part has besides the keys of its type."""
+    every = {*TEXTS.values(), *(k for keys in PICTURES.values() for k in keys), *OTHERS}
+    for key in sorted(every.difference(known)):
+        if part.get(key) not in (None, ""):
+            raise PictureError(
+                f"of type {kind!r} has the key {key!r}, which is not read there; write "
+                "each text and each picture as a part of its own; the model's image "
+                "processor decides the size of pictures"
+            )
 
 
 def data_url(picture: bytes) -> str:

@@ -95,8 +95,9 @@ def test_parts_of_text_alone_are_a_text(folder):
 def test_rows_of_text_are_read_as_before(folder):
     row = {"messages": [{"role": "user", "content": f"<image> {PICTURE}"}, SAID]}
     assert first(folder, row)["content"] == f"<image> {PICTURE}"
+    row = {"messages": [{"role": "user", "content": f"What? {PICTURE}"}, SAID]}
     row |= {"image": "python:3.12", "images": []}
-    assert first(folder, row)["content"] == f"<image> {PICTURE}"
+    assert first(folder, row)["content"] == f"What? {PICTURE}"
 
 
 # TRL: parts without a value. LLaMA-Factory and verl: marks in a text. TRL: neither.
@@ -116,6 +117,107 @@ def test_a_column_gives_pictures_to_places(folder, messages, content, suffix):
     found = first(folder, {"messages": messages, "images": images}, suffix=suffix)
     assert found["content"] == content
     assert found["pictures"] == (RED, WIDE)
+
+
+def test_a_place_may_be_in_the_text_of_a_part(folder):
+    two = {"type": "text", "text": "<image>What<image>?"}
+    row = {"messages": asked(two), "images": ["cats/red.png", "wide.jpg"]}
+    found = first(folder, row)
+    assert found["content"] == f"{PICTURE}What{PICTURE}?"
+    assert found["pictures"] == (RED, WIDE)
+
+
+ASKS = [{"role": "user", "content": "<image>What?"}, SAID]
+PLAIN = [{"role": "user", "content": "What?"}, SAID]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        # Values of a column that are no pictures are never passed over.
+        *(
+            ({"messages": messages, "images": images}, "field 'images', picture")
+            for messages in (ASKS, PLAIN)
+            for images in (
+                [{"bytes": None, "path": None}],
+                ["none.avif"],
+                ["none.heic"],
+                ["cats/0001"],
+                ["https://example.com/img?id=3"],
+                "https://example.com/a.png?x=1",
+                [3],
+                [None],
+                ["wide.jpg", None],
+                [{"bytes": None, "path": "wide.jpg"}, {"bytes": None, "path": None}],
+                "iVBORw0KGgo=",
+            )
+        ),
+        ({"messages": ASKS, "image": "cats/0001"}, "field 'image', picture 1"),
+        ({"messages": PLAIN, "image": "none.heic"}, "field 'image', picture 1"),
+        ({"messages": ASKS, "image": "python:3.12"}, "drop or rename the field"),
+        ({"prompt": "<image>", "completion": "a", "image": "a"}, "field 'image', pict"),
+        # Places without a picture.
+        ({"messages": ASKS, "images": []}, "message 1: has a place <image>"),
+        ({"messages": ASKS, "images": None}, "message 1: has a place <image>"),
+        ({"messages": ASKS, "image": None}, "message 1: has a place <image>"),
+        ({"prompt": "<image>", "completion": "a", "images": []}, "has a place <image>"),
+        (
+            {
+                "messages": [{"role": "user", "content": "<image><image>"}, SAID],
+                "images": ["wide.jpg"],
+            },
+            "message 1: has a place <image>",
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "<image><image>"},
+                    {"from": "gpt", "value": "red"},
+                ],
+                "images": ["wide.jpg"],
+            },
+            "message 1: has a place <image>",
+        ),
+        (
+            {
+                "messages": asked(IMAGE, {**WHAT, "text": "<image>What?"}),
+                "images": ["wide.jpg"],
+            },
+            "part 3: has no picture",
+        ),
+        (
+            {"messages": asked(VALUES[0], {**WHAT, "text": "<image>What?"})},
+            "message 1: has a place <image>",
+        ),
+        # Both forms at a time.
+        (
+            {"messages": asked(VALUES[0], WHAT), "images": ["wide.jpg"]},
+            "pictures in its parts",
+        ),
+    ],
+)  # fmt: skip
+def test_no_picture_and_no_place_is_passed_over(folder, row, told):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: ") as caught:
+        chats(folder, row)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {**WHAT, "image": "wide.jpg"},
+        {**WHAT, "image_url": {"url": URL}},
+        {**IMAGE, "image": "wide.jpg", "text": "What?"},
+        {**IMAGE, "image_path": "wide.jpg"},
+        {**IMAGE, "image": "wide.jpg", "resized_height": 28},
+        {**IMAGE, "image": "wide.jpg", "max_pixels": 784},
+        {"type": "image_url", "image_url": URL, "path": "wide.jpg"},
+    ],
+)
+def test_a_part_says_one_thing(folder, part):
+    row = {"messages": asked(WHAT, part), "images": ["cats/red.png"]}
+    with pytest.raises(ValueError, match=r"message 1: part 2: of type .* has the key"):
+        chats(folder, row)
 
 
 @pytest.mark.parametrize("value", ["wide.jpg", {"path": "wide.jpg"}, ["wide.jpg"]])
