@@ -93,6 +93,12 @@ def check_options(config: RunConfig) -> None:
     if isinstance(config, PreferenceConfig | RewardConfig):
         columns_of(config.data.columns)
     check_schedules(config)
+    if config.vision == "trained" and config.lora.rank:
+        raise ConfigError(
+            "--vision: trained changes the whole vision tower, and --lora.rank trains "
+            "adapters of the text model alone; take --vision frozen, or drop "
+            "--lora.rank"
+        )
     _check_best(config)
     _check_mesh(config.mesh, "--")
     for name in config.log:

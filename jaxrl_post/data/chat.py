@@ -14,6 +14,7 @@ from jaxrl_post.pictures import Picture, PictureError, Shown, expanded
 
 __all__ = [
     "NO_OPTIONS",
+    "NO_TEXT_AFTER",
     "REASONING",
     "MessageLike",
     "Messages",
@@ -42,6 +43,11 @@ FIELDS = (
 )  # fmt: skip
 # Data sets and templates use several names for a turn's reasoning.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# The error about a prompt without a token from which an answer can begin.
+NO_TEXT_AFTER = (
+    "the prompt ends with a picture, and an answer begins after a token of text; put "
+    "the picture before the text, or choose a chat template that begins the answer"
+)
 # Marks the end of a message to be continued; the space at its end shows whether the
 # template strips contents.
 MARK = "\ufdd0continued\ufdd0 "

@@ -10,6 +10,7 @@ from jaxrl_post.data.bridges import bridge
 from jaxrl_post.data.replies import Reply
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
 from jaxrl_post.messages import Message
+from jaxrl_post.pictures import PictureError
 
 __all__ = ["Codec"]
 
@@ -37,9 +38,9 @@ class Codec:
 
         Raises:
             TokenizerError: as `chat.render`.
-            PictureError: as `chat.render`.
+            PictureError: as `chat.render`; or the last token is a picture's.
         """
-        return chat.render(self.tokenizer, messages, chat.with_tools(tools))
+        return _open(chat.render(self.tokenizer, messages, chat.with_tools(tools)))
 
     def reply(
         self,
@@ -64,12 +65,14 @@ class Codec:
             chat.RewrittenError: the template writes earlier turns differently now; the
                 prompt of the next turn is `render` of all messages.
             TokenizerError: the tokens do not follow from the template.
-            PictureError: as `chat.render_reply`.
+            PictureError: as `chat.render_reply`; or the last token is a picture's.
         """
         options = chat.with_tools(tools)
         if not tools:
-            return chat.render_reply(
-                self.tokenizer, before, messages, options, stop_id=stop_id
+            return _open(
+                chat.render_reply(
+                    self.tokenizer, before, messages, options, stop_id=stop_id
+                )
             )
         messages = calls.shortened(self.tokenizer, messages, self.max_result_tokens)
         found = bridge(self.tokenizer, before, messages, options, stop_id=stop_id)
@@ -78,7 +81,7 @@ class Codec:
                 "chat: this chat template does not show where an answer ends, so what "
                 f"its tools return cannot follow it; got {before[-1]!r:.200}"
             )
-        return found
+        return _open(found)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special tokens."""
@@ -95,3 +98,10 @@ class Codec:
             tools: the task's tools.
         """
         return calls.read(self.tokenizer, prompt, said, tools)
+
+
+def _open(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """A prompt from whose last token a model can sample the next one."""
+    if prompt and prompt[-1] < 0:
+        raise PictureError(chat.NO_TEXT_AFTER)
+    return prompt

@@ -324,9 +324,15 @@ def fully_written(
     what = f"{split} tasks of {name}"
     check_tools(tasks, tokenizer, what)
     missing: dict[int, tuple[str, ...]] = {}
+    eyes = tokenizer.eyes
+    seen = None if eyes is None else tokenizer.backend.id_to_token(eyes.image_token)
     for index, task in enumerate(tasks):
         options = chat.with_tools(task.tools)
         texts = [_prompt(tokenizer, split, name, task, written)]
+        if seen and texts[0].endswith(seen):
+            raise ConfigError(
+                f"--env: {split} task {task.id} of {name}: {chat.NO_TEXT_AFTER}"
+            )
         missing[index] = unwritten(
             tokenizer, task.messages, options, learned="none", texts=texts
         )

@@ -20,6 +20,8 @@ from jaxrl_post.pictures import PictureError
 from tests.pictures.files import colours, encoded
 from tests.seeing import BLIND, EYES, QWEN3, RED, SEEING, WIDE, seeing
 
+# Without a template nothing follows the last message.
+BARE = seeing(None, PICTURE)
 ASKED = Message("user", f"{PICTURE}?", pictures=(RED,))
 # 40 tokens.
 LARGE = encoded(colours(20, 32))
@@ -182,6 +184,7 @@ def test_prompts_are_measured_with_their_pictures():
         (ASKED, BLIND, "load a model that sees"),
         (Message("user", PICTURE, pictures=(b"none",)), SEEING, "no picture in a form"),
         (Message("system", PICTURE, pictures=(RED,)), seeing(QWEN3), "role 'system'"),
+        (Message("user", f"?{PICTURE}", pictures=(RED,)), BARE, "ends with a picture"),
     ],
 )
 def test_a_prompt_that_cannot_be_shown_names_its_task(message, tokenizer, told):

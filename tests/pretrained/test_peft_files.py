@@ -5,6 +5,8 @@ What PEFT itself says of them: tests/parity/adapters.
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrl_post import pretrained
 from jaxrl_post.models import LatentAttention, LayerSpec, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.adapters.lora import (
     LoRAConfig,
@@ -26,6 +29,7 @@ from jaxrl_post.pretrained.peft.files import load_adapter, save_adapter
 from jaxrl_post.sharding import create_mesh, named_shardings
 from tests import tiny
 
+FIXTURES = Path(__file__).parents[1] / "parity" / "fixtures"
 LAYER = "base_model.model.model.layers.1"
 LORA = LoRAConfig(rank=3, alpha=6.0)
 LATENT = ModelConfig(
@@ -54,6 +58,30 @@ def assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     dtypes = [[leaf.dtype for leaf in jax.tree.leaves(t)] for t in (actual, expected)]
     assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe"])
+def test_adapters_of_models_that_see_name_the_modules_of_the_whole(name, tmp_path):
+    """PEFT finds them in the model with its tower, and leaves the tower alone."""
+    config, _ = pretrained.load(FIXTURES / name, vision=True)
+    lora = dataclasses.replace(LORA, targets=("query", "value"))
+    adapter = random_adapter(config, lora)
+    save_adapter(tmp_path / "seeing", config, adapter, lora)
+    names = load_file(tmp_path / "seeing" / "adapter_model.safetensors").keys()
+    assert names
+    assert all(
+        each.startswith("base_model.model.model.language_model.layers.")
+        for each in names
+    )
+    options = json.loads((tmp_path / "seeing" / "adapter_config.json").read_text())
+    assert re.fullmatch(options["exclude_modules"], "model.visual.blocks.0.mlp.up_proj")
+    assert not re.fullmatch(
+        options["exclude_modules"], "model.language_model.layers.0.mlp.up_proj"
+    )
+    for seeing in (config, dataclasses.replace(config, vision=None)):
+        found, again = load_adapter(tmp_path / "seeing", seeing)
+        assert found == lora
+        assert_same(again, adapter)
 
 
 # Contents of the files.

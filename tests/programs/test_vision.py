@@ -176,6 +176,14 @@ def test_what_cannot_be_combined_is_refused(changes, option):
         check_options(dataclasses.replace(RL, **changes))
 
 
+@pytest.mark.parametrize("config", [RL, SFTConfig("model", vision="frozen")])
+def test_an_adapter_does_not_train_the_tower(config):
+    check_options(dataclasses.replace(config, lora=AdapterConfig(rank=2)))
+    trained = dataclasses.replace(config, lora=AdapterConfig(rank=2), vision="trained")
+    with pytest.raises(ConfigError, match=r"--vision: trained .*drop --lora.rank"):
+        check_options(trained)
+
+
 def described(name: str, vision="frozen", head="lm", texts=("a",)):
     return describe_model(
         name,

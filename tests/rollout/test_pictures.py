@@ -4,6 +4,7 @@ import pytest
 
 from jaxrl_post.data.codec import Codec
 from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.data.tools import thinks
 from jaxrl_post.envs import Message, Task
 from jaxrl_post.messages import PICTURE
 from jaxrl_post.pictures import PictureError
@@ -12,7 +13,7 @@ from jaxrl_post.rollout import flight as flights
 from jaxrl_post.sampler.requests import SamplingParams
 from tests.rollout.scripts import collector
 from tests.rollout.test_chat_episodes import Asking, Scripted, turn
-from tests.seeing import BLIND, EYES, RED, SEEING, WIDE
+from tests.seeing import BLIND, EYES, RED, SEEING, WIDE, seeing
 
 ASKED = Message("user", f"{PICTURE}?", pictures=(RED,))
 SAID = turn(SEEING.encode("3<|im_end|>"))
@@ -49,6 +50,34 @@ def test_a_bad_picture_of_a_task_ends_the_run_and_names_the_task():
     asked = Message("user", PICTURE, pictures=(RED[:-30],))
     with pytest.raises(PictureError, match=r"--env: task 5: messages\[0\], picture 1"):
         played(ASKED, asked=asked)
+
+
+LAST = Message("user", f"?{PICTURE}", pictures=(RED,))
+# Without a template nothing follows the last message.
+BARE = seeing(None, PICTURE)
+
+
+def test_a_prompt_that_ends_with_a_picture_is_named():
+    with pytest.raises(PictureError, match=r"--env: task 5: the prompt ends with a p"):
+        played(ASKED, BARE, asked=LAST)
+
+
+def test_a_reply_that_ends_with_a_picture_fails_its_episode_alone():
+    episode, prompts = played(LAST, BARE)
+    assert episode.error.startswith("reply: the prompt ends with a picture")
+    assert len(prompts) == 1
+
+
+def test_a_template_begins_the_answer_after_a_picture():
+    episode, _ = played(LAST, asked=LAST)
+    assert episode.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("tokenizer", [SEEING, BARE])
+def test_the_numbers_of_pictures_are_no_text(tokenizer):
+    held = EYES.picture(RED)
+    assert not thinks(tokenizer, [*held.ids, *tokenizer.encode("?")])
+    assert thinks(tokenizer, [*tokenizer.encode("<think>"), held.ids[0]])
 
 
 def test_an_environment_of_pictures_needs_a_model_that_sees():

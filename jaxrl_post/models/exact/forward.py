@@ -4,9 +4,9 @@ Sampler and trainer compute a token in other batches, rows and programs, and a c
 may sum in another order in each. Here all that is done to a token is done in tiles of a
 fixed size (`kernels.row_tiles`), attention reads a path in fixed blocks
 (`kernels.attention.paths`), and the parts of devices that split a product are added in
-the devices' order. So both give the same bits. `forward` runs the same layers in another
-mode (`models.layer`). There is no derivative: the trainer takes the values from here and
-the gradient from `forward`.
+the devices' order. So both give the same bits. `forward` runs the same layers in
+another mode (`models.layer`). There is no derivative: the trainer takes the values from
+here and the gradient from `forward`.
 
 On a mesh every device computes its own tokens; weights that are split along the batch's
 axes are gathered; splits of heads, MLP and vocabulary stay.

@@ -84,6 +84,10 @@ TASKS = {
 HEAD = "score"
 HEADS: Mapping[str, Head] = {"SEQ_CLS": "value", "TOKEN_CLS": "process"}
 
+# In a whole model that sees, the modules of its text model, and a pattern of its tower.
+SEEING = (("model.", "model.language_model."),)
+TOWER = r"model\.visual\..*"
+
 # Options that do not change the tensors' meaning: names, initialisation, training. The
 # adapted modules are found from the tensors.
 INERT = {
@@ -244,8 +248,13 @@ def save_adapter(
     saved = sorted({entry.name.rpartition(".")[0] for entry in whole})
     options = _options(config, lora, entries, saved, base_model)
     options |= expert_options(config, lora, by_target)
+    if config.vision is not None:
+        # Matrices of a tower have the names of the text model's.
+        options["exclude_modules"] = TOWER
     text = json.dumps(options, indent=2, sort_keys=True) + "\n"
     modules = family_of(config.model_type).modules
+    if config.vision is not None:
+        modules = SEEING
     named = [
         replace(each, name=PREFIX + replaced_prefix(each.name, modules))
         for each in (*entries, *whole)

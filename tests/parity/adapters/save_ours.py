@@ -65,10 +65,13 @@ EXPERTS_ALONE = (
     "glm4_moe_lite",
     "nemotron_h",
     "nemotron_h_released",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_next_released",
     "solar_open",
 )
+# Whole models with their towers.
+WHOLE = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 MLP = ("gate", "up", "down")
 # PEFT refuses `out_proj` in models of Mamba.
 REFUSED = ("mamba_output",)
@@ -86,7 +89,7 @@ KINDS = {
 
 def main(fixtures: Path, saved: Path) -> None:
     """Writes SAVED/CHECKPOINT-KIND, with every matrix adapted that PEFT can adapt."""
-    for checkpoint in CHECKPOINTS:
+    for checkpoint in (*CHECKPOINTS, *WHOLE):
         config, _ = pretrained.load(fixtures / checkpoint)
         left_out = MLP if checkpoint in EXPERTS_ALONE else ()
         for name, kind in KINDS.items():
@@ -95,7 +98,8 @@ def main(fixtures: Path, saved: Path) -> None:
                 name for name in possible if name not in (*left_out, *REFUSED)
             )
             lora = dataclasses.replace(kind, targets=targets)
-            write(fixtures / checkpoint, saved / f"{checkpoint}-{name}", lora, "lm")
+            word = f"whole_{name}" if checkpoint in WHOLE else name
+            write(fixtures / checkpoint, saved / f"{checkpoint}-{word}", lora, "lm")
     for checkpoint in CLASSIFIERS:
         for head, whole in HEADS.items():
             lora = dataclasses.replace(KINDS["lora"], whole=whole)
@@ -104,7 +108,8 @@ def main(fixtures: Path, saved: Path) -> None:
 
 def write(base: Path, target: Path, lora: LoRAConfig, head: Head) -> None:
     """Writes one random adapter, and what the model with it says."""
-    config, params = pretrained.load(base, dtype=jnp.float32, head=head)
+    vision = base.name in WHOLE
+    config, params = pretrained.load(base, dtype=jnp.float32, head=head, vision=vision)
     tokens = np.load(base / "expected.npz")["tokens"]
     rng = np.random.default_rng(zlib.crc32(target.name.encode()))
     start = initialize_adapter(jax.random.key(0), params, config, lora)

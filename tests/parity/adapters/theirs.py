@@ -25,6 +25,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -51,6 +52,8 @@ EXPERTS = [*DOWN, "mlp.experts.gate_up_proj"]
 CLASSES: dict[str, tuple[Any, dict[str, int]]] = {
     "CAUSAL_LM": (AutoModelForCausalLM, {}),
     "SEQ_CLS": (AutoModelForSequenceClassification, {"num_labels": 1}),
+    # Of PEFT's CAUSAL_LM too: a model with its tower.
+    "WHOLE": (AutoModelForImageTextToText, {}),
     "TOKEN_CLS": (AutoModelForTokenClassification, {"num_labels": 2}),
 }
 
@@ -164,8 +167,9 @@ def check(fixtures: Path, saved: Path) -> None:
     largest = 0.0
     for folder in folders:
         options = json.loads((folder / "adapter_config.json").read_text())
-        checkpoint = folder.name.partition("-")[0]
-        base = load(fixtures / checkpoint, options["task_type"])
+        checkpoint, _, word = folder.name.partition("-")
+        whole = word.startswith("whole")
+        base = load(fixtures / checkpoint, "WHOLE" if whole else options["task_type"])
         model = PeftModel.from_pretrained(base, folder)
         stored = load_file(folder / "adapter_model.safetensors")
         found = get_peft_model_state_dict(model, save_embedding_layers=False)
