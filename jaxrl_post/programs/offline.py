@@ -283,7 +283,7 @@ def _run(
         command=command,
         make_tokenizer=job.make_tokenizer or partial(tokenizer_of, job.examples.texts),
         memory=partial(_memory, job),
-        tasks=job.tasks,
+        data=job.tasks or job.examples,
         head=job.head,
         complete=checked,
         warm_start=warm_start,

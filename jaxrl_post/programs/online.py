@@ -139,7 +139,7 @@ def run_rl(
             command=command,
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
             memory=functools.partial(_memory, algorithm, tasks),
-            tasks=tasks,
+            data=tasks,
             head="lm+value" if shared else "lm",
             complete=functools.partial(_measured, fitting, algorithm),
             warm_start=functools.partial(_warm_started, fitting, console, should_stop),

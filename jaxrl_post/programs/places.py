@@ -12,7 +12,9 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.paths import FILES, MODELS, naming, value_of
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, flattened
+from jaxrl_post.data import chat
 from jaxrl_post.envs.catalog import named_code
+from jaxrl_post.examples.packed import Checked, Examples
 from jaxrl_post.examples.tasks import SPLITS, TaskSets
 from jaxrl_post.learner.manifest import find_damage, has_manifest
 from jaxrl_post.learner.model import is_stored
@@ -31,6 +33,7 @@ from jaxrl_post.specs import modules_of
 
 __all__ = [
     "INITIAL",
+    "PICTURES",
     "TASKS",
     "check_checkpoints",
     "check_inputs",
@@ -67,9 +70,9 @@ CODE = {
     "loss.name": "loss",
 }
 
-# Keys of a fingerprint of all inputs, apart from options: the tasks, and the model that
-# a preset's run made.
-TASKS, INITIAL = "tasks", "initial"
+# Keys of a fingerprint of all inputs, apart from options: the tasks, the pictures of a
+# data set, and the model that a preset's run made.
+TASKS, PICTURES, INITIAL = "tasks", "pictures", "initial"
 
 
 def check_inputs_are_kept(config: RunConfig, folder: Path) -> None:
@@ -250,12 +253,30 @@ def tasks_fingerprint(tasks: TaskSets) -> Fingerprint:
     """The fingerprint of prompts and expected answers of all tasks, by split."""
     return {
         f"the number of {split} tasks": of_texts(
-            text
+            part
             for task in tasks.tasks(split)
-            for text in (*(m.content for m in task.messages), task.reference)
+            for part in (
+                *(m.content for m in task.messages),
+                *(picture for m in task.messages for picture in m.pictures),
+                task.reference,
+            )
         )
         for split in SPLITS
     }
+
+
+def pictures_fingerprint(examples: Examples) -> Fingerprint:
+    """The fingerprint of the pictures of a data set; empty without any."""
+    if not isinstance(examples, Checked):
+        return {}
+    found = of_texts(
+        picture
+        for split in SPLITS
+        for index in range(examples.size(split))
+        for message in examples.messages(split, index)
+        for picture in chat.sources(message)
+    )
+    return {"the data": found} if found["count"] else {}
 
 
 def check_inputs(
@@ -293,6 +314,8 @@ def check_inputs(
         option, what = "--run-dir", f"the model {INITIAL}, from which it began,"
         if name == TASKS:
             option, what = "--env", "its tasks"
+        elif name == PICTURES:
+            option, what = "--data.path", "pictures of its rows"
         elif name != INITIAL:
             option = f"--{name.replace('_', '-')}"
             what = "its code" if name in CODE else str(value_of(config, name))

@@ -57,6 +57,7 @@ from jaxrl_post.programs.hub import Fetched
 from jaxrl_post.programs.memory import OutOfMemoryError, memory_errors
 from jaxrl_post.programs.places import (
     INITIAL,
+    PICTURES,
     TASKS,
     check_checkpoints,
     check_inputs,
@@ -66,6 +67,7 @@ from jaxrl_post.programs.places import (
     fingerprints,
     initial_fingerprint,
     initial_of,
+    pictures_fingerprint,
     tasks_fingerprint,
 )
 from jaxrl_post.programs.template import begun, template_line
@@ -239,7 +241,7 @@ def open_run[Config: RunConfig](
     command: str,
     make_tokenizer: Callable[[int], Tokenizer],
     memory: Callable[[Config, Model], MemoryTable],
-    tasks: TaskSets | None = None,
+    data: TaskSets | Examples | None = None,
     head: Head = "lm",
     complete: Callable[[Config, Model], tuple[Config, Model]] = lambda *both: both,
     warm_start: Callable[[Config, Model], Model] = lambda config, model: model,
@@ -252,8 +254,8 @@ def open_run[Config: RunConfig](
         command: the command line.
         make_tokenizer: trains a preset's tokenizer of so many tokens.
         memory: tells what the run will take on a device, given the abstract model.
-        tasks: of the environment, if it has them from one; a resumed run must have the
-            same.
+        data: tasks of the environment, or examples; a resumed run must have the same
+            tasks, and the same pictures.
         head: of the model.
         complete: fills in options that depend on the abstract model, and checks them;
             also returns the model for sequences of the run's length.
@@ -292,7 +294,7 @@ def open_run[Config: RunConfig](
             check_checkpoints(directory, saved)
         initial = initial_of(config.model, directory, saved)
         processes.check_equal("initial model", {"whether it is there": bool(initial)})
-        inputs = _inputs(config, directory, saved, tasks, initial)
+        inputs = _inputs(config, directory, saved, data, initial)
         began = None if saved is None else saved.config
         if config.epochs is None:
             config = with_horizons(config, began, str(directory.path))
@@ -385,14 +387,16 @@ def _inputs(
     config: RunConfig,
     directory: RunDirectory,
     saved: RunDescription | None,
-    tasks: TaskSets | None,
+    data: TaskSets | Examples | None,
     initial: Path | None,
 ) -> dict[str, Fingerprint]:
     """Checks a run's inputs and the places where it writes; returns the inputs."""
     check_inputs_are_kept(config, directory.path)
     inputs = fingerprints(config)
-    if tasks is not None:
-        inputs[TASKS] = tasks_fingerprint(tasks)
+    if isinstance(data, TaskSets):
+        inputs[TASKS] = tasks_fingerprint(data)
+    elif data is not None and (pictures := pictures_fingerprint(data)):
+        inputs[PICTURES] = pictures
     if initial is not None:
         inputs[INITIAL] = initial_fingerprint(initial)
     if saved is not None:

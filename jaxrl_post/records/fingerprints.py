@@ -14,6 +14,7 @@ __all__ = ["Fingerprint", "difference", "of_file", "of_folder", "of_texts"]
 type Fingerprint = Mapping[str, Mapping[str, int]]
 
 BLOCK = 2**22
+UNICODE = ("utf-8", "surrogatepass")
 # A large file is read at its beginning (BEGINNING bytes) and in SAMPLES samples of
 # SAMPLE bytes after it: a model of 100 GB takes a fraction of a second.
 BEGINNING, SAMPLES, SAMPLE = 2**20, 64, 2**12
@@ -55,15 +56,15 @@ def of_folder(folder: Path, patterns: Sequence[str] = ("**/*",)) -> Fingerprint:
     }
 
 
-def of_texts(texts: Iterable[str]) -> Mapping[str, int]:
-    """Returns the number of texts, and a CRC-32 of them in their order.
+def of_texts(texts: Iterable[str | bytes]) -> Mapping[str, int]:
+    """Returns the number of texts or files, and a CRC-32 of them in their order.
 
     >>> of_texts(["ab", "c"]) == of_texts(["a", "bc"])
     False
     """
     count = crc32 = 0
     for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
+        data = text if isinstance(text, bytes) else text.encode(*UNICODE)
         crc32 = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8), crc32))
         count += 1
     return {"count": count, "crc32": crc32}

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from jaxrl_post import pretrained
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.convert import ConvertConfig
+from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.lora import AdapterConfig
@@ -29,15 +30,22 @@ from jaxrl_post.config.run import (
     WarmStartConfig,
 )
 from jaxrl_post.data.tokenizer import TokenizerError
+from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import describe_model
+from jaxrl_post.messages import PICTURE, Message
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.vision.picture_files import eyes_of
 from jaxrl_post.programs.convert import convert
 from jaxrl_post.programs.evaluate import run_evaluation
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.online import run_rl
+from jaxrl_post.programs.places import tasks_fingerprint
 from jaxrl_post.records.directory import read_rows
+from tests.examples.test_pictures import Shows
+from tests.pictures.files import colours, encoded
+from tests.row_files import write_rows
+from tests.seeing import RED, WIDE
 from tests.tiers import daily
 
 QUIET = Console(file=io.StringIO())
@@ -107,6 +115,28 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, tmp_path):
     found, expected = tensors(tmp_path / "run/model"), tensors(runs["frozen"] / "model")
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value)
+
+
+def test_a_run_whose_pictures_have_changed_is_not_resumed(tmp_path):
+    picture, rows = tmp_path / "a.png", tmp_path / "rows.jsonl"
+    picture.write_bytes(encoded(colours(16, 16)))
+    said = {"role": "assistant", "content": "3"}
+    asked = {"role": "user", "content": "<image>How many?"}
+    row = {"messages": [asked, said], "images": ["a.png"]}
+    write_rows(rows, [row] * 20)
+    changes = {"env": None, "data": DataConfig(path=str(rows)), "vision": "frozen"}
+    supervised(tmp_path / "run", steps=1, **changes)
+    picture.write_bytes(encoded(colours(16, 16, seed=1)))
+    with pytest.raises(ConfigError, match=r"--data\.path: pictures of its rows chang"):
+        supervised(tmp_path / "run", **changes)
+
+
+def test_tasks_with_other_pictures_are_others():
+    found = [
+        tasks_fingerprint(TaskSets.of(Shows([Message("user", PICTURE, pictures=(p,))])))
+        for p in (RED, WIDE)
+    ]
+    assert found[0] != found[1]
 
 
 RL = RLConfig(
