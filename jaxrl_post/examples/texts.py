@@ -19,8 +19,13 @@ MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def tokenizer_of(texts: Callable[[], list[str]], vocab_size: int) -> Tokenizer:
-    """Trains a tokenizer without a chat template."""
-    return Tokenizer.train(texts(), vocab_size=vocab_size)
+    """Trains a tokenizer without a chat template.
+
+    If a text has U+FFFC, which stands for a picture, it is a token of its own.
+    """
+    found = texts()
+    marks = (PICTURE,) if any(PICTURE in text for text in found) else ()
+    return Tokenizer.train(found, vocab_size=vocab_size, marks=marks)
 
 
 def environment_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
