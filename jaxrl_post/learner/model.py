@@ -256,13 +256,13 @@ def describe_model(
         )
     if vision != "off" and head not in ("lm", "lm+value"):
         raise ConfigError(
-            "--vision: no file format has a reward model that sees; take --vision off, "
-            "which trains one of the text model"
+            "--vision: no file format has a reward model that sees; leave it out to "
+            "train one of the text model"
         )
     if vision != "off" and config.vision is None:
         raise ConfigError(
-            f"--vision: {option} {name} has no vision tower that is supported; take "
-            f"--vision off, or a model of {', '.join(TOWERS)}"
+            f"--vision: {option} {name} has no vision tower that is supported; leave "
+            f"--vision out, or take a model of {', '.join(TOWERS)}"
         )
     if config.has_states and split_size("context", device_mesh, rules) > 1:
         raise MeshError(
@@ -315,7 +315,7 @@ def _image_token(tokenizer: Tokenizer) -> int:
     if len(ids) != 1:
         raise ConfigError(
             "--vision: no task has a picture, so the preset's tokenizer has no image "
-            "token; take --vision off, or an environment with pictures"
+            "token; leave it out, or choose an environment with pictures"
         )
     return ids[0]
 

@@ -1,7 +1,7 @@
 """`POST /v1/completions`: a text, or token ids, is continued."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -70,6 +70,7 @@ class _Asked(answers.Asked):
             _check_ids(fields)
             recorder.refuse_scores(fields.echo or fields.scores)
         prompts = await asyncio.to_thread(_prompts, served, fields)
+        _refuse_pictures(served, prompts)
         default = min(MAX_TOKENS, served.max_tokens)
         # The sampler samples a token at least; `shown` leaves it out if none is wanted.
         asked = None if fields.max_tokens is None else max(1, fields.max_tokens)
@@ -272,6 +273,21 @@ def _check_ids(fields: CompletionFields) -> None:
             "and chats take messages",
             param="prompt",
         )
+
+
+def _refuse_pictures(served: Served, prompts: Iterable[Sequence[int]]) -> None:
+    """Refuses image tokens, for which there is no picture here."""
+    eyes = served.tokenizer.eyes
+    if eyes is None:
+        return
+    for prompt in prompts:
+        if count := list(prompt).count(eyes.image_token):
+            raise ApiError(
+                400,
+                f"prompt: has {count} image tokens, and completions read text alone; "
+                "send pictures to /v1/chat/completions or /v1/responses",
+                param="prompt",
+            )
 
 
 def _prompts(served: Served, fields: CompletionFields) -> list[tuple[int, ...]]:

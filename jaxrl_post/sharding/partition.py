@@ -133,7 +133,7 @@ def named_shardings(specs: PyTree, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> 
     is_leaf = lambda leaf: hasattr(leaf, "axes")  # noqa: E731
 
     def one(path: Any, leaf: Any) -> NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
         return NamedSharding(
             mesh, partition_spec(leaf.shape, leaf.axes, mesh, rules, name=name)
         )

@@ -1,6 +1,8 @@
 """config.json to ModelConfig and back."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -486,3 +488,29 @@ def test_yarn_leaves_all_frequencies_where_no_correction_range_is_left():
         rope_tables(config, positions), rope_tables(plain, positions), strict=True
     ):
         np.testing.assert_allclose(ours, expected * scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        (
+            "deepseek_v32_choosing",
+            {"layer_types": ["indexed_attention", "full_attention"]},
+            "layer_types must name indexed_attention or .* for each of 2 layers",
+        ),
+        ("deepseek_v32_choosing", {"layer_types": ["indexed_attention"]}, "of 2 la"),
+        ("glm_moe_dsa_choosing", {"layer_types": ["foo"] * 5}, "layer_types must name"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*"},
+            "hybrid_override_pattern must name the kinds of layers that layers_block",
+        ),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads must be a multiple of n_gr"),
+    ],
+)
+def test_kinds_of_layers_that_contradict_each_other_are_refused(name, changes, told):
+    fixtures = Path(__file__).parents[1] / "parity" / "fixtures"
+    raw = json.loads((fixtures / name / "config.json").read_text())
+    read_config(raw)
+    with pytest.raises(CheckpointError, match=told):
+        read_config(raw | changes)

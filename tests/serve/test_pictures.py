@@ -356,3 +356,10 @@ def test_a_response_refuses_bad_pictures(seen, item, told):
     assert answer.status_code == 400, answer.text
     assert told in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize("given", ["\ufffc hi<|image_pad|>", [5, EYES.image_token, 6]])
+def test_completions_have_no_pictures(seen, given):
+    answer = post(seen, "/v1/completions", {"prompt": given, "max_tokens": 1})
+    assert answer.status_code == 400, answer.text
+    assert "prompt: has 1 image tokens" in answer.json()["error"]["message"]

@@ -78,6 +78,13 @@ def test_too_few_heads_name_the_parameter():
         named_shardings(param_specs(config), create_mesh("dp2,tp4"))
 
 
+def test_an_array_alone_has_a_name():
+    config = dataclasses.replace(tiny.CONFIG, num_heads=6, num_kv_heads=2)
+    query = param_specs(config).layers[0].attention.query
+    with pytest.raises(MeshError, match="mesh: array has heads=6, which tp=4"):
+        named_shardings(query, create_mesh("dp2,tp4"))
+
+
 def test_rules_are_a_table():
     rules = DEFAULT_RULES.replace(ffn=(), length=("tp",))
     assert rules.mesh_axes("ffn") == ()

@@ -1,6 +1,6 @@
 """Latent attention: DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5 and Youtu-LLM."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -231,7 +231,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def _by_layer(
-    raw: Json, key: str, kinds: tuple[str, str], num_layers: int
+    raw: Json, key: str, kinds: Sequence[str], num_layers: int
 ) -> tuple[int, ...]:
     """Reads the layers of the first kind from a list with a kind for every layer."""
     found = raw[key]
@@ -283,6 +283,8 @@ GLM4_MOE_LITE = _family(
 
 
 SHARED, OWN = "shared", "full"
+# The only kind of layer, by transformers' name of today and of earlier releases.
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def _shared_layers(raw: Json, num_layers: int) -> tuple[int, ...]:
@@ -316,6 +318,8 @@ def _indexed(heads: int, *, shares: bool, interleaved: bool) -> Key:
             raise CheckpointError(
                 "q_lora_rank must not be null: the indexer reads the queries' latent"
             )
+        if raw.get("layer_types") is not None:
+            _by_layer(raw, "layer_types", INDEXED, config.num_layers)
         layers = _shared_layers(raw, config.num_layers) if shares else ()
         if 0 in layers:
             raise CheckpointError(

@@ -133,12 +133,12 @@ def _prepare(raw: Json) -> Json:
     """Spells keys as other families, and as the last releases, do."""
     raw = {**raw, "rms_norm_eps": raw.get("layer_norm_epsilon", 1e-5)}
     raw |= {new: raw[old] for old, new in FIRST_KEYS.items() if old in raw}
+    pattern, spelled = raw.get("hybrid_override_pattern"), None
+    if isinstance(pattern, str):
+        spelled = [LETTERS.get(letter, letter) for letter in pattern]
     kinds = raw.get("layers_block_type") or raw.get("layer_types")
     if kinds is None:
-        pattern = raw.get("hybrid_override_pattern")
-        kinds = [LINEAR, EXPERTS, FULL, DENSE]
-        if isinstance(pattern, str):
-            kinds = [LETTERS.get(letter, letter) for letter in pattern]
+        kinds = spelled or [LINEAR, EXPERTS, FULL, DENSE]
     if not isinstance(kinds, list):
         raise CheckpointError(
             f"layers_block_type must be a list of kinds of layers; got {kinds!r}"
@@ -150,6 +150,11 @@ def _prepare(raw: Json) -> Json:
             "layers_block_type must name kinds of layers, of "
             f"{', '.join(PARTS)}, with {FULL} and {LINEAR} once at least; got {kinds}"
         )
+    if spelled not in (None, kinds):
+        raise CheckpointError(
+            f"hybrid_override_pattern must name the kinds of layers that "
+            f"layers_block_type does; got {pattern!r} and {kinds}"
+        )
     return {**raw, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
 
 
@@ -160,10 +165,15 @@ def _read_layers(raw: Json, config: ModelConfig) -> ModelConfig:
             f"time_step_limit must be [0, Infinity], which bounds nothing; got {limit}"
         )
     kinds = raw["layers_block_type"]
+    groups, heads = integer(raw, "n_groups", 8), integer(raw, "mamba_num_heads", 128)
+    if groups > 0 and heads % groups:
+        raise CheckpointError(
+            f"mamba_num_heads must be a multiple of n_groups, {groups}; got {heads}"
+        )
     recurrence = Mamba2(
         kernel=integer(raw, "conv_kernel", 4),
-        key_heads=integer(raw, "n_groups", 8),
-        value_heads=integer(raw, "mamba_num_heads", 128),
+        key_heads=groups,
+        value_heads=heads,
         key_dim=integer(raw, "ssm_state_size", 128),
         value_dim=integer(raw, "mamba_head_dim", 64),
         kernel_bias=flag(raw, "use_conv_bias", True),
