@@ -72,7 +72,7 @@ def thinks(
 
     Args:
         tokenizer: the model's.
-        prompt: token ids; the last eight are looked at, without those of pictures.
+        prompt: token ids; the last eight are looked at; numbers of pictures are not.
         continued: the text of the last message, if the prompt leaves it open.
     """
     if continued and (THINK in continued or THOUGHT in continued):

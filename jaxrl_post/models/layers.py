@@ -113,7 +113,7 @@ def to_heads(
     bias: Float[Array, "heads head_dim"] | None,
     shape: tuple[int, ...],
 ) -> Float[Array, "*shape heads head_dim"]:
-    """Projects to heads; `shape` is that of the tokens, such as (batch, length)."""
+    """Projects to heads; `shape` has the tokens' dims, such as (batch, length)."""
     heads = project(x, weight).reshape(*shape, *weight.shape[1:])
     return heads if bias is None else add_bias(heads, bias)
 

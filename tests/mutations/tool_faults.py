@@ -23,7 +23,7 @@ TOOLS = [
     Fault(
         "an answer that calls tools is rendered again",
         "data/codec.py::Codec.reply",
-        "return found",
+        "return _open(found)",
         "whole = chat.render(self.tokenizer, [*before, *messages], options)\n"
         "return whole[-len(found) - 1 :]",
         EPISODES,

@@ -301,7 +301,7 @@ TOLD = {"type": "input_text", "text": "What?"}
 
 @pytest.mark.parametrize("name", ["function_call_output", "message"])
 def test_items_of_responses_have_pictures(name):
-    """Of a user, and of a call; then the chat is the one with these pictures."""
+    """A user's message and a call's output give the chat with these pictures."""
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     parts = [shown(data_url(RED)), TOLD]
     item = {"role": "user", "content": parts}

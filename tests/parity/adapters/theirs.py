@@ -52,7 +52,7 @@ EXPERTS = [*DOWN, "mlp.experts.gate_up_proj"]
 CLASSES: dict[str, tuple[Any, dict[str, int]]] = {
     "CAUSAL_LM": (AutoModelForCausalLM, {}),
     "SEQ_CLS": (AutoModelForSequenceClassification, {"num_labels": 1}),
-    # Of PEFT's CAUSAL_LM too: a model with its tower.
+    # A model with its tower, whose task is CAUSAL_LM for PEFT.
     "WHOLE": (AutoModelForImageTextToText, {}),
     "TOKEN_CLS": (AutoModelForTokenClassification, {"num_labels": 2}),
 }
