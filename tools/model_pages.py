@@ -37,7 +37,8 @@ class Case:
         name: of the case.
         raw: its config.json.
         config: as it is read.
-        compared: date, version of transformers, and the largest gap of logits.
+        compared: date, version of transformers, and the largest gap of logits; of a
+            model that sees, also that of rows with pictures.
     """
 
     name: str
@@ -96,14 +97,15 @@ def page(name: str) -> str:
         "Logits, greedy continuations, packed rows and the cache, in float32, of "
         "models with random weights. The gap is the largest of any logit.",
         "",
-        "| case | transformers | date | gap |",
-        "|---|---|---|---|",
+        "| case | transformers | date | gap | with pictures |",
+        "|---|---|---|---|---|",
     ]
     for case in found:
         told = case.compared
+        pictures = f"{told['pictures']:.1e}" if "pictures" in told else "-"
         lines.append(
             f"| `{case.name}` | {told['transformers']} | {told['date']} | "
-            f"{told['gap']:.1e} |"
+            f"{told['gap']:.1e} | {pictures} |"
         )
     return "\n".join(lines) + "\n"
 

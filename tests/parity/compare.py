@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.parity import test_picture_rows as picture_rows
 from tests.parity.test_logits import gap, load, score
 
 HERE = Path(__file__).parent
@@ -31,6 +32,11 @@ def main(names: list[str]) -> None:
             "gap": float(f"{gap(found, case.expected):.1e}"),
         }
         load.cache_clear()
+        if name in picture_rows.NAMES:
+            found = picture_rows.score(*picture_rows.rows_of(name))
+            wanted = picture_rows.load(name)[2]["logits"]
+            known[name]["pictures"] = float(f"{gap(found, wanted):.1e}")
+            picture_rows.load.cache_clear()
     kept = {name: known[name] for name in every}
     FILE.write_text(json.dumps(kept, indent=1) + "\n")
 
