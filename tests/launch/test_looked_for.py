@@ -96,7 +96,9 @@ LOOKED_FOR = [
     ("use_dynamic_bsz", "--update.microbatch-tokens"),
     ("ppo_mini_batch_size", "--update.minibatches"),
     ("prompt-tuning", f"{NOT}#models"),
-    ("vision", f"{NOT}#models"),
+    ("vision", "--vision"),
+    ("multimodal", f"{HOW_TO}/pictures.md"),
+    ("audio", f"{NOT}#models"),
     ("new-model", f"{HOW_TO}/model-family.md"),
     # Runs.
     ("yaml", f"{HOW_TO}/runs.md#options-in-a-file"),
