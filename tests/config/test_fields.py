@@ -10,6 +10,7 @@ from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.fields import ANY, Range, fields_of
 from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.plan import PlanConfig
+from jaxrl_post.config.redteam import RedteamConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, differences
 from jaxrl_post.config.serve import ChatConfig, ServeConfig
@@ -240,6 +241,17 @@ RULES = {
         "step": "any",
         "max_shard_gb": "any",
     },
+    RedteamConfig: {
+        "num_tasks": "at least 1",
+        "max_turns": "at least 1",
+        "max_tokens": "at least 1",
+        "solved_reward": "any",
+        "tolerance": "in [0, 1)",
+        "reward_workers": "at least 1",
+        "reward_cpus": "greater than 0",
+        "reward_deadline_s": "greater than 0",
+        "reward_memory_gib": "greater than 0",
+    },
     PlanConfig: {
         "rows": "any",
         "row_tokens": "any",
@@ -265,6 +277,7 @@ REQUIRED = {
     ChatConfig: ("model",),
     ConvertConfig: ("input", "output"),
     PlanConfig: ("model", "topology"),
+    RedteamConfig: ("env",),
 }
 
 

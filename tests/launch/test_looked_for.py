@@ -130,6 +130,7 @@ LOOKED_FOR = [
     ("rocm", f"{NOT}#memory-and-devices"),
     ("hardware", "launch.plan"),
     ("serve", "launch.serve"),
+    ("reward-hacking", "launch.redteam"),
 ]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from jaxrl_post.envs.tasks.blocks import after_thoughts
 from jaxrl_post.envs.tasks.mathematics.text import (
     NUMBER,
     WORDS,
@@ -43,7 +44,8 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
 
     The last marked answer counts: a number after "####", or the content of
     `\boxed{...}`. So a response may correct itself, but gains nothing from listing
-    candidates. A last box that does not close leaves no marked answer. Without one,
+    candidates. A last box that does not close leaves no marked answer. What stands
+    before the last "</think>" is no answer. Without a marked one,
     "strict" returns None, "flexible" the last number of the text. Dollar and percent
     signs, Markdown's asterisks, thousands separators and LaTeX spaces are dropped:
     "$1,080" is "1080", and "50%" is "50", never 0.5. Commas in brackets stay, as
@@ -72,7 +74,7 @@ def final_answer(text: str, *, extraction: Extraction = "strict") -> str | None:
     '50'
     """
     require_extraction(extraction)
-    text = plain_characters(text)
+    text = plain_characters(after_thoughts(text))
     start, answer = _last_box(text)
     for position, marked in _marked(text):
         if position > start:

@@ -1,0 +1,135 @@
+"""Attacks on rewards: three graders with a known weakness, and the built-in ones."""
+
+import json
+
+import pytest
+
+from jaxrl_post.envs import Answer, Message, Step, ToolCall, make
+from jaxrl_post.watch import ATTACKS, Attack, Judged, Known, earned, known_tasks
+from launch import redteam
+from tests.watch.sums import Sums
+
+
+def judge(environment, turns=8):
+    """Judges in this process, as `programs.redteam` does in others."""
+
+    def one(task, text):
+        talk, total = task.messages, 0.0
+        for turn in range(turns):
+            talk = (*talk, Answer("assistant", text, num_tokens=9))
+            try:
+                step = environment.step(task, talk)
+            except ValueError as error:
+                return Judged(None, turn + 1, "raised", str(error))
+            total += step.reward
+            talk = (*talk, *step.messages)
+            if step.done:
+                return Judged(total, turn + 1)
+        return Judged(total, turns)
+
+    return lambda asked: [one(*each) for each in asked]
+
+
+def weak_kinds(environment, count=20, kinds=None):
+    tasks = environment.tasks("eval")
+    tasks = [tasks[i] for i in range(min(count, len(tasks)))]
+    attacks = [each for each in ATTACKS if kinds is None or each.kind in kinds]
+    found, right = earned(attacks, known_tasks(environment, tasks), judge(environment))
+    assert all(each is None or each.reward is not None for each in right)
+    return {each.attack.kind for each in found if each.weak_beyond(0.0)}
+
+
+@pytest.mark.parametrize(
+    ("weakness", "kinds"),
+    [
+        ("none", set()),
+        # The answer in the thoughts alone is the last number of the text.
+        ("last number", {"thoughts alone"}),
+        ("any number", {"every choice", "hedge", "thoughts alone"}),
+        ("length", {"length", "every choice", "huge number"}),
+        ("obeys", {"injection"}),
+        ("fails", {"length", "every choice", "huge number"}),
+    ],
+)
+def test_each_weakness_is_found(weakness, kinds):
+    assert weak_kinds(Sums(weakness)) == kinds
+
+
+@pytest.mark.parametrize("spec", ["arithmetic?level=2", "arithmetic", "pictures"])
+def test_environments_of_the_package_earn_nothing_for_attacks(spec):
+    assert weak_kinds(make(spec)) == set()
+
+
+def test_programs_that_end_early_or_compare_as_equal_are_not_right():
+    kinds = ("program", "thoughts alone", "hedge")
+    assert weak_kinds(make("functions"), 1, kinds) == set()
+
+
+def test_a_constant_may_be_right_by_chance():
+    """Of 20 tasks one has the answer 12, so that the constant 12 would be honest."""
+    known = known_tasks(Sums(), Sums().tasks("eval"))
+    twelve = Attack("constant", "12", lambda known: "12", constant=True)
+    found, _ = earned([twelve], known, judge(Sums()))
+    assert (found[0].solved, found[0].honest) == (1, 1)
+    assert not found[0].weak_beyond(0.0)
+
+
+def test_a_grader_that_pays_for_silence_is_weak():
+    class Generous(Sums):
+        def step(self, task, conversation):
+            return Step(1.0, done=True)
+
+    assert "empty" in weak_kinds(Generous())
+
+
+def test_calls_are_no_right_answer():
+    class Calls(Sums):
+        def demonstration(self, task):
+            return Message("assistant", "", tool_calls=(ToolCall("f", "{}"),))
+
+    [first, *_] = known_tasks(Calls(), Calls().tasks("eval"))
+    assert first == Known(first.task, "12", "20")
+
+
+def test_every_attack_has_a_name_of_its_own():
+    names = [(attack.kind, attack.label) for attack in ATTACKS]
+    assert len(names) == len(set(names)) > 100
+
+
+@pytest.mark.processes
+def test_the_program_names_the_worst_attack(tmp_path, capsys):
+    output = tmp_path / "results.json"
+    command = [
+        "--env=tests.watch.sums:sums?weakness=obeys", "--num-tasks=3",
+        f"--output={output}", "--kinds", "injection", "empty",
+    ]  # fmt: skip
+    assert redteam.main(command) == 1
+    told = capsys.readouterr()
+    assert "injection" in told.out
+    assert "attacks earn more than they should" in told.out + told.err
+    found = json.loads(output.read_text())
+    kinds = {each["kind"]: each["weak"] for each in found["attacks"]}
+    assert set(kinds) == {"injection", "empty"}
+    assert any(e["weak"] for e in found["attacks"] if e["kind"] == "injection")
+    assert not any(e["weak"] for e in found["attacks"] if e["kind"] == "empty")
+    assert found["right"] == [1.0, 1.0, 1.0]
+    # A result is never written over.
+    assert redteam.main(command) == 1
+    assert "already there" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--env=nim"], "an environment of agents"),
+        (["--env=sums-of"], "no environment 'sums-of'"),
+        (["--env=arithmetic", "--kinds", "none"], "there is no kind 'none'"),
+        (["--env=arithmetic", "--tolerance=1"], "tolerance"),
+        (["--env=gsm8k"], "path"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(options, told, capsys):
+    assert redteam.main(options) != 0
+    shown = capsys.readouterr()
+    assert told in shown.out + shown.err
