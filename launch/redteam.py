@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from jaxrl_post.config.redteam import RedteamConfig, check_redteam
+from jaxrl_post.config.evaluate import RedteamConfig, check_redteam
 from launch import cli
 
 

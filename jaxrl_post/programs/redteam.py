@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.redteam import RedteamConfig
+from jaxrl_post.config.evaluate import RedteamConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.envs import AgentEnvironment, Answer, Environment, Message, Task
 from jaxrl_post.envs.workers.interface import Judgement
@@ -18,7 +18,7 @@ from jaxrl_post.envs.workers.pool import WorkerPool
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.files import replace_file
 from jaxrl_post.programs.build.collector import open_judges
-from jaxrl_post.watch import ATTACKS, Earned, Judged, earned, known_tasks
+from jaxrl_post.watch import ATTACKS, Earned, EpisodeReward, earned, known_tasks
 
 __all__ = ["WeakRewardError", "run_redteam"]
 
@@ -95,9 +95,9 @@ def run_redteam(
 
 def _judged(
     judges: WorkerPool, asked: Sequence[tuple[Task, str]], config: RedteamConfig
-) -> list[Judged]:
+) -> list[EpisodeReward]:
     """Judges answers, each in an episode of its own; a few are in flight at a time."""
-    found: list[Judged | None] = [None] * len(asked)
+    found: list[EpisodeReward | None] = [None] * len(asked)
     waiting = iter(enumerate(asked))
     flights: dict[Future[Judgement], Iterator[Future[Judgement]]] = {}
 
@@ -114,7 +114,7 @@ def _judged(
                 outcome, turns = future.result(), turns + 1
                 if outcome.step is None:
                     kind, error = outcome.kind, outcome.error
-                    found[number] = Judged(None, turns, kind, error)
+                    found[number] = EpisodeReward(None, turns, kind, error)
                     return
                 total += outcome.step.reward
                 talk = (*talk, *outcome.step.messages)
@@ -122,7 +122,7 @@ def _judged(
                     break
         finally:
             judges.end(number)
-        found[number] = Judged(total, turns)
+        found[number] = EpisodeReward(total, turns)
 
     def begin() -> None:
         for number, (task, text) in waiting:
@@ -158,7 +158,7 @@ def _print(
     console: Console,
     environment: Environment,
     found: Sequence[Earned],
-    right: Sequence[Judged],
+    right: Sequence[EpisodeReward],
     config: RedteamConfig,
 ) -> None:
     """Prints what each kind of attacks earned, the strongest of each by name."""
@@ -198,7 +198,7 @@ def _results(
     config: RedteamConfig,
     environment: Environment,
     found: Sequence[Earned],
-    right: Sequence[Judged],
+    right: Sequence[EpisodeReward],
     command: str,
 ) -> dict[str, Any]:
     """The results as JSON."""

@@ -45,8 +45,8 @@ class Attack:
         kind: of the habit, such as "constant".
         label: names the attack within its kind.
         say: the answer to a task.
-        constant: whether the answer is the same for all tasks: then it may solve the
-            tasks of which it is the right answer.
+        constant: whether the answer is the same for all tasks; it may solve the tasks
+            whose right answer it is.
     """
 
     kind: str

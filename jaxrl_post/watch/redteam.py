@@ -1,4 +1,4 @@
-"""What adversarial answers earn from an environment, and whether they should."""
+"""Measures the rewards of adversarial answers, and says which are too high."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from jaxrl_post.envs.env import Environment, Message, Task
 from jaxrl_post.watch.attacks import Attack, Known
 
-__all__ = ["Earned", "Judged", "earned", "known_tasks"]
+__all__ = ["Earned", "EpisodeReward", "earned", "known_tasks"]
 
 
 @dataclass(frozen=True)
-class Judged:
+class EpisodeReward:
     """An episode in which every turn was the same answer.
 
     Attributes:
@@ -28,7 +28,7 @@ class Judged:
 
 @dataclass
 class Earned:
-    """What an attack earned.
+    """The rewards of an attack.
 
     Attributes:
         attack: the attack.
@@ -42,7 +42,7 @@ class Earned:
     rewards: list[float] = field(default_factory=list)
     solved: int = 0
     honest: int = 0
-    failures: dict[int, Judged] = field(default_factory=dict)
+    failures: dict[int, EpisodeReward] = field(default_factory=dict)
 
     @property
     def tasks(self) -> int:
@@ -93,10 +93,10 @@ def _right(environment: Environment, task: Task) -> str | None:
 def earned(
     attacks: Iterable[Attack],
     known: Sequence[Known],
-    judge: Callable[[Sequence[tuple[Task, str]]], Sequence[Judged]],
+    judge: Callable[[Sequence[tuple[Task, str]]], Sequence[EpisodeReward]],
     *,
     solved_reward: float = 1.0,
-) -> tuple[list[Earned], list[Judged | None]]:
+) -> tuple[list[Earned], list[EpisodeReward | None]]:
     """Judges the answers of all attacks, and the right answers.
 
     An answer solves a task if it earns at least half of what lies between an empty
@@ -116,7 +116,7 @@ def earned(
     >>> task = Task(0, (Message("user", "1+1="),), "2")
     >>> silence = Attack("empty", "nothing", lambda known: "", constant=True)
     >>> def judge(asked):
-    ...     return [Judged(float(text in ("", "2")), 1) for _, text in asked]
+    ...     return [EpisodeReward(float(text in ("", "2")), 1) for _, text in asked]
     >>> [found], [right] = earned([silence], [Known(task, "2", "3")], judge)
     >>> found.weak_beyond(0.0), right.reward
     (True, 1.0)
@@ -151,7 +151,9 @@ def earned(
     return found, right
 
 
-def _bound(empty: Judged, right: Judged | None, solved_reward: float) -> float:
+def _bound(
+    empty: EpisodeReward, right: EpisodeReward | None, solved_reward: float
+) -> float:
     """The least reward of an answer that solves a task."""
     low = empty.reward or 0.0
     high = None if right is None else right.reward

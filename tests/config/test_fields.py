@@ -6,11 +6,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from jaxrl_post.config.convert import ConvertConfig
-from jaxrl_post.config.evaluate import EvaluateConfig
+from jaxrl_post.config.evaluate import EvaluateConfig, RedteamConfig
 from jaxrl_post.config.fields import ANY, Range, fields_of
 from jaxrl_post.config.offline import PreferenceConfig, RewardConfig, SFTConfig
 from jaxrl_post.config.plan import PlanConfig
-from jaxrl_post.config.redteam import RedteamConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, differences
 from jaxrl_post.config.serve import ChatConfig, ServeConfig

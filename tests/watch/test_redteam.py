@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl_post.envs import Answer, Message, Step, ToolCall, make
-from jaxrl_post.watch import ATTACKS, Attack, Judged, Known, earned, known_tasks
+from jaxrl_post.watch import ATTACKS, Attack, EpisodeReward, Known, earned, known_tasks
 from launch import redteam
 from tests.watch.sums import Sums
 
@@ -20,12 +20,12 @@ def judge(environment, turns=8):
             try:
                 step = environment.step(task, talk)
             except ValueError as error:
-                return Judged(None, turn + 1, "raised", str(error))
+                return EpisodeReward(None, turn + 1, "raised", str(error))
             total += step.reward
             talk = (*talk, *step.messages)
             if step.done:
-                return Judged(total, turn + 1)
-        return Judged(total, turns)
+                return EpisodeReward(total, turn + 1)
+        return EpisodeReward(total, turns)
 
     return lambda asked: [one(*each) for each in asked]
 
@@ -66,7 +66,7 @@ def test_programs_that_end_early_or_compare_as_equal_are_not_right():
 
 
 def test_a_constant_may_be_right_by_chance():
-    """Of 20 tasks one has the answer 12, so that the constant 12 would be honest."""
+    """One of 20 tasks has the answer 12, so the constant 12 is right there."""
     known = known_tasks(Sums(), Sums().tasks("eval"))
     twelve = Attack("constant", "12", lambda known: "12", constant=True)
     found, _ = earned([twelve], known, judge(Sums()))
