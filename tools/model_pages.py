@@ -38,7 +38,7 @@ class Case:
         raw: its config.json.
         config: as it is read.
         compared: date, version of transformers, and the largest gap of logits; of a
-            model that sees, also that of rows with pictures.
+            model that sees, also the gap of rows with pictures.
     """
 
     name: str
