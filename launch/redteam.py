@@ -15,8 +15,8 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """Imports the function that does the work, as `Program.load`."""
     # Nothing is computed on an accelerator, which a run may use.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxrl_post.programs.redteam import run_redteam
     from jaxrl_post.programs.run import RUN_ERRORS
+    from jaxrl_post.programs.watching.redteam import run_redteam
 
     return run_redteam, RUN_ERRORS
 

@@ -20,7 +20,7 @@ import jax
 from jaxrl_post.learner.learner import Update
 from jaxrl_post.programs.journal import RunJournal, Training
 from jaxrl_post.programs.run import Run
-from jaxrl_post.programs.watch import Warnings
+from jaxrl_post.programs.watching.rules import Warnings
 from jaxrl_post.records.tracing import Tracing
 
 __all__ = [

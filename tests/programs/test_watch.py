@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from jaxrl_post.programs.watch import RULES, Warnings
+from jaxrl_post.programs.watching.rules import RULES, Warnings
 from jaxrl_post.records.metric_table import row_of
 
 

@@ -11,7 +11,7 @@ from tests.watch.sums import Sums
 
 
 def judge(environment, turns=8):
-    """Judges in this process, as `programs.redteam` does in others."""
+    """Judges in this process, as `programs.watching.redteam` does in others."""
 
     def one(task, text):
         talk, total = task.messages, 0.0
