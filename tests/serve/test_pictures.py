@@ -342,7 +342,7 @@ def test_a_response_with_pictures_is_continued():
             "content of message 2 of the conversation",
         ),
         (user(TOLD, shown("http://a/b.png")), "never fetched"),
-        (user({"type": "input_image", "file_id": "f"}), "has no picture; send a data:"),
+        (user({"type": "input_image", "file_id": "f"}), "has the key 'file_id'"),
         (
             user(shown(data_url(RED)), {"type": "input_file"}),
             "part of type 'input_file'",
