@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +22,9 @@ from jaxrl_post.data.tokenizer_files import (
     write_stop_ids,
 )
 from jaxrl_post.data.turn_end import find_turn_end
+from jaxrl_post.messages import PICTURE
 from jaxrl_post.pictures.eyes import Eyes
+from jaxrl_post.pictures.numbered import spots
 
 __all__ = ["TextError", "Tokenizer", "TokenizerError"]
 
@@ -389,12 +392,30 @@ class Tokenizer:
         return self.decoded([id_ for id_ in ids if id_ not in dropped], special=True)
 
     def decoded(self, ids: Sequence[int], *, special: bool) -> str:
-        """Text of token ids, with all special tokens or without any."""
+        """Text of token ids, with all special tokens or without any.
+
+        The numbers of a picture (`pictures.numbered`) are U+FFFC.
+        """
         ids, skip = list(ids), not special
+        if ids and min(ids) < 0:
+            return self._seen(ids, special)
         if len(ids) < LONG:
             return self.backend.decode(ids, skip_special_tokens=skip)
         [text] = self.backend.decode_batch([ids], skip_special_tokens=skip)
         return text
+
+    def _seen(self, ids: list[int], special: bool) -> str:
+        """`decoded` of ids with numbers of pictures."""
+        texts = []
+        for seen, group in itertools.groupby(ids, lambda id_: id_ < 0):
+            run = list(group)
+            # In a part of a row, a picture may be cut.
+            texts.append(
+                PICTURE * len(spots(run))
+                if seen
+                else self.decoded(run, special=special)
+            )
+        return "".join(texts)
 
     def with_special_broken(self, text: str) -> str:
         """A text in which no special token is written: each gets a space in it.

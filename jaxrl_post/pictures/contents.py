@@ -38,7 +38,7 @@ PICTURES = {
 # "cache_control", change nothing.
 OTHERS = (
     *("image_path", "image_bytes", "images", "video", "video_url", "audio"),
-    *("input_audio", "file", "file_data", "resized_height", "resized_width"),
+    *("input_audio", "file", "file_id", "file_data", "resized_height", "resized_width"),
     *("min_pixels", "max_pixels"),
 )
 

@@ -1,6 +1,7 @@
 """The HTTP application: routes, and checks that all of them share."""
 
 import asyncio
+import functools
 import hmac
 import json
 import re
@@ -178,7 +179,7 @@ def make_app(
             get(f"{player}/v1/models/{{model:path}}", model),
             post(f"{player}/reward", RewardFields, episodes.rewarded),
             post(f"{episode}/end", EndFields, episodes.ended),
-            get(episode, episodes.shown),
+            get(episode, functools.partial(episodes.shown, served)),
             get(episode, episodes.forgotten, "DELETE"),
             get("/v1/models", models),
             get("/v1/models/{model:path}", model),

@@ -227,7 +227,6 @@ class Episodes:
         self, http: HttpRequest, served: Served, fields: EndFields
     ) -> Response:
         """`POST /episodes/ID/end`; answers as GET does."""
-        del served
         recording = self.find(http).recording
         if recording.ended:
             raise ApiError(
@@ -241,11 +240,11 @@ class Episodes:
             except ValueError as error:
                 raise ApiError(400, str(error), param="reward") from error
         recording.end(fields.reason)
-        return JSONResponse(recording.to_json())
+        return JSONResponse(recording.to_json(served.vocabulary))
 
-    async def shown(self, http: HttpRequest) -> Response:
+    async def shown(self, served: Served, http: HttpRequest) -> Response:
         """`GET /episodes/ID`."""
-        return JSONResponse(self.find(http).recording.to_json())
+        return JSONResponse(self.find(http).recording.to_json(served.vocabulary))
 
     async def forgotten(self, http: HttpRequest) -> Response:
         """`DELETE /episodes/ID`."""

@@ -345,8 +345,14 @@ class Recording:
         """The paths to all leaves, in their order; each turn is sampled in one."""
         return tree.branches(self.turns)
 
-    def to_json(self) -> dict[str, Any]:
-        """The episode as JSON, for a trainer."""
+    def to_json(
+        self, vocabulary: Callable[[Sequence[int]], list[int]] = list
+    ) -> dict[str, Any]:
+        """The episode as JSON, for a trainer.
+
+        Args:
+            vocabulary: token ids as clients get them (`Served.vocabulary`).
+        """
         return {
             "id": self.id,
             "ended": self.ended,
@@ -366,7 +372,7 @@ class Recording:
             "calls": dict(self.counts),
             "branches": [
                 {
-                    "token_ids": branch.tokens.ids.tolist(),
+                    "token_ids": vocabulary(branch.tokens.ids.tolist()),
                     "sampled": branch.tokens.sampled.tolist(),
                     "logprobs": branch.tokens.logprobs.tolist(),
                     "log_masses": branch.tokens.log_masses.tolist(),

@@ -9,11 +9,13 @@ import pytest
 
 from jaxrl_post.data import chat
 from jaxrl_post.data.codec import Codec
+from jaxrl_post.envs import Step, Task
+from jaxrl_post.envs.workers.interface import Judgement
 from jaxrl_post.messages import PICTURE, Message
 from jaxrl_post.pictures import Shown
 from jaxrl_post.pictures.contents import data_url
 from jaxrl_post.pictures.numbered import spots
-from jaxrl_post.serve.agents import _message
+from jaxrl_post.serve.agents import _episode, _message
 from jaxrl_post.serve.calls import ApiError
 from jaxrl_post.serve.fields import ChatMessage
 from jaxrl_post.serve.prompts import messages_of, prompt_of, with_pictures
@@ -340,7 +342,7 @@ def test_a_response_with_pictures_is_continued():
             "content of message 2 of the conversation",
         ),
         (user(TOLD, shown("http://a/b.png")), "never fetched"),
-        (user({"type": "input_image", "file_id": "f"}), "has no picture; send a data:"),
+        (user({"type": "input_image", "file_id": "f"}), "has the key 'file_id'"),
         (
             user(shown(data_url(RED)), {"type": "input_file"}),
             "part of type 'input_file'",
@@ -363,3 +365,41 @@ def test_completions_have_no_pictures(seen, given):
     answer = post(seen, "/v1/completions", {"prompt": given, "max_tokens": 1})
     assert answer.status_code == 400, answer.text
     assert "prompt: has 1 image tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_numbers_of_pictures_are_decoded_as_a_mark_each(special):
+    """Also of pictures side by side, and of a picture that is cut."""
+    asked = user(image(data_url(RED)), image(data_url(WIDE)), WHAT)
+    found, held = prompt(asked), [EYES.picture(RED), EYES.picture(WIDE)]
+    text = SEEING.decoded(found, special=special)
+    assert text.replace("<|vision_end|><|vision_start|>", "").count(PICTURE * 2) == 1
+    assert "What?" in text
+    beside = [held[0].ids[-1], *held[1].ids, *held[0].ids]
+    assert SEEING.decoded(beside, special=special) == PICTURE * 3
+    assert SEEING.decode(found, keep=["<|im_end|>"]).count(PICTURE) == 2
+
+
+def test_an_agents_episode_shows_its_pictures():
+    recording = Recording("one", seed=3)
+    begun, held = served_turn(recording, rows(ASKED))
+    task = Task(0, (Message("user", "?"),), "")
+    outcome = Judgement(Step(1.0, done=True), None, "ok", 0.1)
+    episode = _episode((0, 0), task, recording, outcome, SEEING.decode)
+    assert episode.turns[0].heard.count(PICTURE) == 2
+    assert "What?" in episode.turns[0].heard
+    assert held == begun.prompt
+
+
+def test_an_episode_tells_ids_of_the_vocabulary(seen):
+    """A trainer of other people gets the image token, as from other routes."""
+    made = post(seen, "/episodes", {}).json()
+    shown = httpx.get(f"{seen}/episodes/{made['id']}", timeout=60)
+    assert shown.status_code == 200
+    assert shown.json()["branches"] == []
+    recording = Recording("one", seed=3)
+    _, held = served_turn(recording, rows(ASKED))
+    told = recording.to_json(make_served(SEEING).vocabulary)
+    ids = told["branches"][0]["token_ids"]
+    assert ids[: len(held)] == clients(held)
+    assert min(ids) >= 0
