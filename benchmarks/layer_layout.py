@@ -27,6 +27,7 @@ from jaxrl_post import models
 from jaxrl_post.learner.model import versions
 from jaxrl_post.models import KVCache, decoder
 from jaxrl_post.models.cache import LayerCache
+from jaxrl_post.models.layer import run_layer
 from jaxrl_post.models.rope import rope_tables
 from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.sharding import DEFAULT_RULES
@@ -78,8 +79,10 @@ def main(options: Options) -> dict[str, Any]:
 
     def layer(weights, hidden, positions, entry) -> tuple[Any, Any]:
         tables = rope_tables(config, positions)
-        place = decoder._Place(positions, None, None, None, entry, tables)
-        return decoder._layer(config, 0, DEFAULT_RULES, weights, hidden, place)[:2]
+        place = decoder._Place(
+            positions, None, None, DEFAULT_RULES, entry=entry, tables=tables
+        )
+        return run_layer(config, 0, weights, hidden, place)[:2]
 
     def unrolled(layers, hidden, positions, keys, values):
         new_keys, new_values = [], []
