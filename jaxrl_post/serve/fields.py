@@ -95,7 +95,8 @@ def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for part in content:
         kind = part.get("type")
-        text = part.get(TEXTS.get(str(kind), ""))
+        name = TEXTS.get(str(kind))
+        text = None if name is None else part.get(name)
         if not isinstance(text, str):
             raise ValueError(
                 f"this model reads text alone; got a part of type {kind!r:.80}"

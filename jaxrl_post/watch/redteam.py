@@ -74,9 +74,9 @@ def known_tasks(environment: Environment, tasks: Sequence[Task]) -> list[Known]:
         tasks: at least one.
     """
     right = [_right(environment, task) for task in tasks]
-    found = []
+    found, count = [], len(tasks)
     for at, (task, own) in enumerate(zip(tasks, right, strict=True)):
-        later = [*right[at + 1 :], *right[:at]]
+        later = (right[(at + step) % count] for step in range(1, count))
         wrong = next((each for each in later if each and each != own), "")
         found.append(Known(task, own, wrong))
     return found

@@ -1,7 +1,9 @@
 """Requests with pictures: read, refused, and recorded; nothing is ever fetched."""
 
+import asyncio
 import json
 import socket
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -17,7 +19,8 @@ from jaxrl_post.pictures.contents import data_url
 from jaxrl_post.pictures.numbered import spots
 from jaxrl_post.serve.agents import _episode, _message
 from jaxrl_post.serve.calls import ApiError
-from jaxrl_post.serve.fields import ChatMessage
+from jaxrl_post.serve.episodes import Episodes
+from jaxrl_post.serve.fields import ChatMessage, EndFields, EpisodeFields
 from jaxrl_post.serve.prompts import messages_of, prompt_of, with_pictures
 from jaxrl_post.serve.recordings import Recording
 from jaxrl_post.serve.responses.fields import ResponsesFields
@@ -391,15 +394,19 @@ def test_an_agents_episode_shows_its_pictures():
     assert held == begun.prompt
 
 
-def test_an_episode_tells_ids_of_the_vocabulary(seen):
+def test_an_episode_tells_ids_of_the_vocabulary():
     """A trainer of other people gets the image token, as from other routes."""
-    made = post(seen, "/episodes", {}).json()
-    shown = httpx.get(f"{seen}/episodes/{made['id']}", timeout=60)
-    assert shown.status_code == 200
-    assert shown.json()["branches"] == []
-    recording = Recording("one", seed=3)
+    episodes, model = Episodes(), make_served(SEEING)
+    recording = episodes.open(EpisodeFields())
     _, held = served_turn(recording, rows(ASKED))
-    told = recording.to_json(make_served(SEEING).vocabulary)
-    ids = told["branches"][0]["token_ids"]
-    assert ids[: len(held)] == clients(held)
-    assert min(ids) >= 0
+    http = SimpleNamespace(path_params={"id": recording.id})
+    try:
+        for answer in (
+            asyncio.run(episodes.shown(model, http)),
+            asyncio.run(episodes.ended(http, model, EndFields())),
+        ):
+            [branch] = json.loads(answer.body)["branches"]
+            assert branch["token_ids"][: len(held)] == clients(held)
+            assert min(branch["token_ids"]) >= 0
+    finally:
+        assert model.service.close(60)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_post.envs.env import Message, Task, response
 from jaxrl_post.envs.judges.endpoint import ChatEndpoint, JudgeError
+from jaxrl_post.envs.tasks.blocks import after_thoughts
 
 __all__ = ["Judge", "Verdict"]
 
@@ -64,8 +65,6 @@ _SPECIAL = re.compile(
     r"|ARGS|CALL_ID|THINK|IMG|PREFIX|MIDDLE|SUFFIX|gMASK)\])",
     re.I,
 )
-# End of a model's reasoning before its answer.
-_THOUGHT = "</think>"
 # Characters at the end of an answer among which a verdict is looked for.
 _LAST = 20_000
 _REASON = {"type": "string", "maxLength": 600}
@@ -232,7 +231,7 @@ def _read(said: str, name: str) -> Any:
 
     An object before other words may be a quotation of the answer that is judged.
     """
-    said = said.rpartition(_THOUGHT)[2].strip().removesuffix("```").rstrip()[-_LAST:]
+    said = after_thoughts(said).strip().removesuffix("```").rstrip()[-_LAST:]
     decoder, at = json.JSONDecoder(), said.find("{")
     while at >= 0:
         try:

@@ -8,12 +8,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_post.envs.tasks.blocks import after_thoughts
+
 __all__ = ["ActionError", "action_of", "check_field", "text_of_observation"]
 
 # Fields of every OpenEnv action and observation that are not for the policy.
 _KEPT_BACK = ("metadata", "reward", "done")
-# Where the thinking of a reasoning model ends.
-_THOUGHT_END = "</think>"
 
 
 class ActionError(Exception):
@@ -46,7 +46,7 @@ def action_of(
     >>> action_of(" east ", "move", {"properties": {"move": {"type": "string"}}})
     {'move': 'east'}
     """
-    said = text.rpartition(_THOUGHT_END)[2].strip()
+    said = after_thoughts(text).strip()
     if field is None:
         return _last_object(said)
     wanted = schema["properties"][field]

@@ -12,6 +12,7 @@ from rich.table import Table
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import RedteamConfig
 from jaxrl_post.config.rollout import RolloutConfig
+from jaxrl_post.data.replies import THINK, THOUGHT
 from jaxrl_post.envs import AgentEnvironment, Answer, Environment, Message, Task
 from jaxrl_post.envs.workers.interface import Judgement
 from jaxrl_post.envs.workers.pool import WorkerPool
@@ -21,8 +22,6 @@ from jaxrl_post.programs.build.collector import open_judges
 from jaxrl_post.watch import ATTACKS, Earned, EpisodeReward, earned, known_tasks
 
 __all__ = ["WeakRewardError", "run_redteam"]
-
-THINK, THOUGHT = "<think>", "</think>"
 
 
 class WeakRewardError(ValueError):
@@ -44,8 +43,7 @@ def run_redteam(
 
     Raises:
         ConfigError: an option makes no sense for the environment.
-        WeakRewardError: an attack earned more than it should, or made a judgement fail,
-            or right answers do not earn their reward.
+        WeakRewardError: an attack earned more than it should, or made a judgement fail.
     """
     environment = make_environment(config.env, config.data)
     if isinstance(environment, AgentEnvironment):
@@ -133,6 +131,7 @@ def _judged(
     for _ in range(4 * config.reward_workers):
         begin()
     while flights:
+        # The pool ends each judgement at its deadline, so this ends.
         done, _ = wait(flights, return_when=FIRST_COMPLETED)
         for future in done:
             steps = flights.pop(future)
@@ -170,7 +169,9 @@ def _print(
     rewards = [each.reward for each in right if each.reward is not None]
     if rewards:
         mean = sum(rewards) / len(rewards)
-        table.add_row("right answer", "", f"{mean:.3f}", "", "", "")
+        failed = len(right) - len(rewards)
+        told = f"{failed} failed" if failed else ""
+        table.add_row("right answer", "", f"{mean:.3f}", "", "", told)
     kinds: dict[str, list[Earned]] = {}
     for each in found:
         kinds.setdefault(each.attack.kind, []).append(each)
