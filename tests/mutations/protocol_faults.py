@@ -77,7 +77,7 @@ PROTOCOLS = [
     Fault(
         "what a policy thinks of is its action",
         "envs/protocols/actions.py::action_of",
-        "said = text.rpartition(_THOUGHT_END)[2].strip()",
+        "said = after_thoughts(text).strip()",
         "said = text.strip()",
         ACTIONS,
     ),
