@@ -30,6 +30,7 @@ __all__ = [
     "TrackerName",
     "UpdateConfig",
     "WarmStartConfig",
+    "WatchConfig",
     "differences",
     "flattened",
     "loaded_callbacks",
@@ -92,11 +93,19 @@ class EvalConfig:
         num_tasks: number of held-out tasks, demonstrations or pairs that are evaluated.
         solved_reward: an answer with at least this reward solves its task; accuracy is
             the share of solved tasks, eval/reward the mean reward.
+        graders: of sampling programs, other measures of the answers than the reward,
+            which train nothing: each NAME=ENVIRONMENT, an environment with the tasks of
+            `env`, such as strict=jsonl?grader=exact or
+            mine=jsonl?grader=<module>:<function>. They grade the held-out answers and
+            some training samples; a rule tells when they and the reward part.
+        graded_samples: most training samples of a step that are graded; 0 for none.
     """
 
     every: Annotated[int, NOT_NEGATIVE] = 25
     num_tasks: Annotated[int, COUNT] = 128
     solved_reward: Annotated[float, ANY] = 1.0
+    graders: tuple[str, ...] = ()
+    graded_samples: Annotated[int, NOT_NEGATIVE] = 32
 
     def due(self, step: int, steps: int) -> bool:
         """Whether step `step` of a run of `steps` steps ends with an evaluation."""
@@ -148,6 +157,30 @@ class WarmStartConfig:
     steps: Annotated[int, NOT_NEGATIVE] = 0
     examples_per_step: Annotated[int, COUNT] = 64
     learning_rate: Annotated[float, POSITIVE] = 2e-3
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """The rules that the metrics of every step are held against (docs/watch.md).
+
+    Attributes:
+        rules: file of rules, TOML or JSON, that are added to the default ones; a table
+            with the name of a rule changes it, such as its bound, or its action: warn,
+            keep, pause or stop.
+        off: names of rules that are not used; "all" for none.
+        webhook: file whose first line is a URL to which alarms are posted as JSON. The
+            URL is a secret, so it is no option.
+        listen: HOST:PORT at which GET /metrics has the newest metrics and alarms, for
+            Prometheus; None for no server. Needs the extra serve.
+        pause_s: longest pause of a rule whose action is pause, in seconds; the run then
+            saves and ends.
+    """
+
+    rules: str | None = None
+    off: tuple[str, ...] = ()
+    webhook: str | None = None
+    listen: str | None = None
+    pause_s: Annotated[float, POSITIVE] = 3600.0
 
 
 @dataclass(frozen=True)
@@ -218,6 +251,7 @@ class RunConfig:
         profile: step that is traced, such as 3, or the first and the last one, such as
             10:12; the trace, for xprof and Perfetto, is in the folder profile. None for
             no trace.
+        watch: rules that tell what is wrong with a run.
         callbacks: functions, each a <module>:<function>, that are called at the start,
             after each step and each evaluation, and at the end.
         processes: the processes of the run, if there are several.
@@ -251,6 +285,7 @@ class RunConfig:
     push_to_hub: Annotated[str | None, FREE] = None
     push_public: Annotated[bool, FREE] = False
     profile: Annotated[str | None, FREE] = None
+    watch: Annotated[WatchConfig, FREE] = field(default_factory=WatchConfig)
     callbacks: Annotated[tuple[str, ...], FREE] = ()
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)
 

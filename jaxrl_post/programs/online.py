@@ -59,6 +59,7 @@ from jaxrl_post.programs.run import (
     tell_run,
     warm_started,
 )
+from jaxrl_post.programs.watching.graders import open_graders
 from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.sharding import processes, split_size
 
@@ -298,6 +299,7 @@ def _trainer(
         demonstrations=demonstrations,
         directory=run.directory,
     )
+    trainer.graders = stack.enter_context(open_graders(config, environment))
     if trainer.timeline is not None:
         stack.callback(trainer.timeline.close)
     if trainer.ahead is not None:
