@@ -46,6 +46,7 @@ from jaxrl_post.config.run import (
     CheckpointConfig,
     RunConfig,
     WatchConfig,
+    address_of,
     loaded_callbacks,
     profiled_steps,
 )
@@ -331,7 +332,7 @@ def _check_watch(watch: WatchConfig) -> None:
     if watch.webhook is not None:
         read_webhook(watch.webhook)
     if watch.listen is not None:
-        check_address(watch.listen, "--watch.listen")
+        address_of(watch.listen, "--watch.listen")
         if importlib.util.find_spec("prometheus_client") is None:
             raise ConfigError(
                 "--watch.listen: there is no module 'prometheus_client': "
@@ -342,8 +343,8 @@ def _check_watch(watch: WatchConfig) -> None:
 def _check_offline(config: OfflineConfig) -> None:
     if config.eval.graders:
         raise ConfigError(
-            "--eval.graders: grade answers that a run samples, and this program samples "
-            "none; drop the option, or grade the model with launch.evaluate"
+            "--eval.graders: grade the answers that a run samples, and this program "
+            "samples none; drop the option, or grade the model with launch.evaluate"
         )
     if isinstance(config, PreferenceConfig):
         check_name(config.loss.name, "--loss.name", "preference loss", PREFERENCES)

@@ -31,6 +31,7 @@ __all__ = [
     "UpdateConfig",
     "WarmStartConfig",
     "WatchConfig",
+    "address_of",
     "differences",
     "flattened",
     "loaded_callbacks",
@@ -181,6 +182,17 @@ class WatchConfig:
     webhook: str | None = None
     listen: str | None = None
     pause_s: Annotated[float, POSITIVE] = 3600.0
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of `listen`; None without a server.
+
+        Raises:
+            ConfigError: it is no HOST:PORT.
+        """
+        return (
+            None if self.listen is None else address_of(self.listen, "--watch.listen")
+        )
 
 
 @dataclass(frozen=True)
@@ -334,6 +346,27 @@ def flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = list(item) if isinstance(item, tuple) else item
     return flat
+
+
+def address_of(text: str, option: str) -> tuple[str, int]:
+    """Reads the host and the port of an address to listen on.
+
+    Args:
+        text: HOST:PORT; an IPv6 address in brackets.
+        option: for the error.
+
+    Raises:
+        ConfigError: it is no HOST:PORT.
+
+    >>> address_of("[::1]:0", "--fleet.listen")
+    ('::1', 0)
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"{option}: must be HOST:PORT, such as 127.0.0.1:7777; got {text!r}"
+        )
+    return host.strip("[]"), int(port)
 
 
 def profiled_steps(text: str | None, steps: int) -> range:

@@ -18,6 +18,7 @@ from jaxrl_post.config.checks import read_webhook
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import RunConfig, WatchConfig, flattened
 from jaxrl_post.files import replace_file
+from jaxrl_post.programs.watching.exposition import Exposition, serving_metrics
 from jaxrl_post.programs.watching.host import host_metrics
 from jaxrl_post.programs.watching.webhook import Webhook
 from jaxrl_post.records import notation
@@ -147,6 +148,7 @@ class Guard:
         self._told: dict[str, int] = {}
         self._log: AlarmLog | None = None
         self._webhook: Webhook | None = None
+        self._exposition: Exposition | None = None
         self._checkpoint_bytes = 0
         self._stack = ExitStack()
 
@@ -162,6 +164,17 @@ class Guard:
             self._log = self._stack.enter_context(
                 AlarmLog(self._directory, resume_step=resume_step)
             )
+            if (address := self._config.address) is not None:
+                names = [rule.name for rule in self.watch.rules]
+                try:
+                    opened = self._stack.enter_context(serving_metrics(address, names))
+                except OSError as error:
+                    raise ConfigError(
+                        f"--watch.listen: cannot listen on {self._config.listen}: "
+                        f"{error}"
+                    ) from error
+                self._exposition, url = opened
+                _LOGGER.warning("metrics and alarms for Prometheus: %s", url)
             if self._config.webhook is not None:
                 webhook = Webhook(read_webhook(self._config.webhook))
                 self._webhook = self._stack.enter_context(webhook)
@@ -201,6 +214,8 @@ class Guard:
         alarms = self.watch.look(step, metrics)
         for alarm in alarms:
             self._tell(alarm)
+        if self._exposition is not None:
+            self._exposition.update(step, metrics, self.watch.raised)
         if alarms and self._log is not None:
             now = self._clock()
             self._log.write(step, [{"time": now, **each.to_json()} for each in alarms])
