@@ -77,6 +77,7 @@ def run_rl(
     console: Console,
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
+    prepare: Callable[[OnlineTrainer], None] = lambda trainer: None,
 ) -> RunResult:
     """Trains a model on its own samples, in a new or a resumed run.
 
@@ -86,6 +87,7 @@ def run_rl(
         command: the command line, for the report.
         should_stop: called after each step, also of a warm start; True saves and ends
             the run.
+        prepare: called with the trainer before its first step.
 
     Raises:
         ConfigError: options contradict each other or the model.
@@ -154,6 +156,7 @@ def run_rl(
             ):
                 opened = functools.partial(_weights, run, should_stop, stack)
                 trainer = _trainer(run, kept, judges, algorithm, opened, stack)
+                prepare(trainer)
                 return _loop(run, trainer, should_stop)
     except WarmStartStoppedError:
         return RunResult(step=0, completed=False, model=None, report=None)
