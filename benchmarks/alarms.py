@@ -178,6 +178,7 @@ def _chat_model(place: Path) -> Path:
         trained = Tokenizer.train(texts, vocab_size=min(size, 290))
         trained.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
         end = trained.backend.token_to_id("<|im_end|>")
+        assert end is not None
         return Tokenizer(
             trained.backend,
             stop_ids=(end, trained.eos_id),
@@ -218,7 +219,7 @@ def _traps(
             trap = TRAPS.get(name)
             config = _short(base, folder / f"{kind}-{name}", options.steps)
             if trap is not None and trap.reference:
-                algorithm = dataclasses.replace(config.algorithm, kl_coef=0.05)
+                algorithm = dataclasses.replace(config.algorithm, kl_coefficient=0.05)
                 config = dataclasses.replace(config, algorithm=algorithm)
             alarms, last = _run(config, trap.plant) if trap else _run(config)
             wanted = trap.rules if trap else ()

@@ -17,14 +17,14 @@ from jaxrl_post.config.checks import reward_weights
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
-from jaxrl_post.learner.audit import audit
 from jaxrl_post.learner.credit import credited
-from jaxrl_post.learner.learner import Learner, MismatchError, Update
+from jaxrl_post.learner.learner import Learner, MismatchError, Update, UpdateError
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.losses import shaping
 from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.audit import audit
 from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.rollout.correlations import correlations
 from jaxrl_post.rollout.episode import Episode, Group
@@ -114,7 +114,11 @@ class Updater:
         metrics |= found
         if values is not None:
             metrics |= audit(groups, values, pieces, self._trains)
-        metrics |= self._train(pieces, number)
+        try:
+            metrics |= self._train(pieces, number)
+        except UpdateError as error:
+            error.metrics = metrics | error.metrics
+            raise
         metrics |= {f"time/{name}": spent for name, spent in self._phases.items()}
         return Update(metrics, tokens)
 
@@ -340,13 +344,15 @@ class Updater:
         if self.config.exact and unequal:
             raise MismatchError(
                 f"{said}, and --exact promises that all are. No optimizer step was "
-                "taken. Please report the model's config, --mesh and the device"
+                "taken. Please report the model's config, --mesh and the device",
+                metrics,
             )
         if factor > bounds.stop:
             raise MismatchError(
                 f"{said}; --mismatch.stop is {bounds.stop:g}. No optimizer step was "
                 "taken. Does the sampler have the trainer's parameters and dtype? "
-                "Raise the bound to continue"
+                "Raise the bound to continue",
+                metrics,
             )
 
     def _minibatches(

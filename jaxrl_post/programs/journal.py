@@ -13,7 +13,7 @@ import jax
 
 from jaxrl_post.learner.best import BEST
 from jaxrl_post.learner.checkpoint import abstract_state
-from jaxrl_post.learner.learner import DivergenceError
+from jaxrl_post.learner.learner import DivergenceError, UpdateError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
@@ -146,6 +146,9 @@ class RunJournal:
             with self._stack:
                 self._run.checkpoints.wait()
             return
+        if self._guard is not None and isinstance(error, UpdateError):
+            # The step has no row, but its alarms say what is wrong.
+            self._guard.look(self.step + 1, error.metrics)
         self._stack.__exit__(kind, error, trace)
         if isinstance(error, DivergenceError):
             raise self._told(error) from error

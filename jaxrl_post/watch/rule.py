@@ -53,11 +53,15 @@ class Rule:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def applies(self, options: Mapping[str, Any]) -> bool:
-        """Whether a run with these options, by their whole names, uses the rule."""
+        """Whether a run with these options, by their whole names, uses the rule.
+
+        A program that lacks an option of a bound lacks the metric too.
+        """
+        bounds = (each.bound for each in self.conditions)
         return all(
             name in options and options[name] == value
             for name, value in self.options.items()
-        )
+        ) and all(name in options for name in bounds if isinstance(name, str))
 
 
 @functools.cache

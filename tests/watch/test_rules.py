@@ -1,6 +1,7 @@
 """Rules as data: the default ones, and those of a file."""
 
 import json
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from jaxrl_post.config.run import WatchConfig
 from jaxrl_post.programs.watching.guard import open_watch
 from jaxrl_post.watch.bounds import RuleError
 from jaxrl_post.watch.rule import default_rules, read_rules
+from launch.names import PROGRAMS, options_of, program_of
 
 
 def file(tmp_path, text, name="rules.toml"):
@@ -31,6 +33,18 @@ def test_the_default_rules_are_of_documented_metrics_and_options(tmp_path):
     # A file of rules, though empty, has all metrics checked.
     config = RLConfig(watch=WatchConfig(rules=file(tmp_path, "")))
     assert len(open_watch(config).rules) == len(default_rules())
+
+
+def test_the_options_in_the_runbooks_exist():
+    text = " ".join(f"{rule.causes} {rule.look}" for rule in default_rules())
+    named = set(re.findall(r"--([a-z][\w.-]*[\w])", text))
+    known = {
+        option[2:]
+        for program in PROGRAMS
+        for option in options_of(program_of(program).default([]))
+    }
+    sections = {option.rpartition(".")[0] for option in known}
+    assert named - known - sections == set()
 
 
 def test_a_file_changes_and_adds_rules(tmp_path):
@@ -103,7 +117,7 @@ MINE = '[mine]\nmetric = "reward/mean"\nmeans = "a"\n'
             MINE + 'above = "model"',
             "name of an option .*; got 'model', which is 'demo'",
         ),
-        (MINE + 'above = "no.such"', "got 'no.such', which is None"),
+        (MINE + 'above = "no.such"', "there is no option 'no.such'"),
         (MINE + 'above = 1\nfunction = "no_module:f"', "rule mine: function: .*no_mod"),
         (MINE + 'above = 1\nfunction = "os:getcwd"', "rule mine: function: "),
     ],

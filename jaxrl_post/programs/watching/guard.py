@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 from jaxrl_post.config.checks import read_webhook
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, WatchConfig, flattened
 from jaxrl_post.files import replace_file
 from jaxrl_post.programs.watching.exposition import Exposition, serving_metrics
@@ -94,6 +95,7 @@ def open_watch(config: RunConfig) -> Watch:
         found = read_rules(config.watch.rules, config.watch.off)
         if config.watch.rules is not None:
             _check_metrics(found)
+            _check_named(found)
         return Watch(found, options)
     except RuleError as error:
         raise ConfigError(f"--watch.rules: {error}") from error
@@ -112,6 +114,20 @@ def _check_metrics(found: Iterable[Rule]) -> None:
                         f"rule {rule.name}: there is no metric {name!r}; {hint}"
                         "docs/reference/metrics.md has all of them"
                     )
+
+
+def _check_named(found: Iterable[Rule]) -> None:
+    """Refuses bounds that name an option which no program that samples has."""
+    known = flattened(asdict(RLConfig()))
+    for rule in found:
+        for name in (each.bound for each in rule.conditions):
+            if isinstance(name, str) and name not in known:
+                near = difflib.get_close_matches(name, [*known], n=3, cutoff=0.5)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise RuleError(
+                    f"rule {rule.name}: there is no option {name!r}, which a bound "
+                    f"names{hint}"
+                )
 
 
 def _is_known(name: str) -> bool:

@@ -77,6 +77,6 @@ class Webhook:
             self._failed = True
             _LOGGER.warning(
                 "--watch.webhook: %s; the alarms are in alarms.jsonl too, and the run "
-                "goes on",
+                "continues",
                 text,
             )
