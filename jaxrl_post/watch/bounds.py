@@ -29,10 +29,10 @@ BOUNDS = {
     "{past} values before, {centre}",
     "falls": "{bound} robust standard deviations or more below the median of the "
     "{past} values before, {centre}",
-    "climbs": "rising: the mean of the later half of {past} values is {bound} standard "
-    "errors or more above that of the earlier half",
-    "sinks": "falling: the mean of the later half of {past} values is {bound} standard "
-    "errors or more below that of the earlier half",
+    "climbs": "rising: the later half of {past} values has a mean {bound} standard "
+    "errors or more above the mean of the earlier half",
+    "sinks": "falling: the later half of {past} values has a mean {bound} standard "
+    "errors or more below the mean of the earlier half",
 }
 # Bounds that compare with earlier values, and those that compare two halves.
 RELATIVE, TRENDS = ("times", "share", "rises", "falls"), ("climbs", "sinks")
