@@ -418,7 +418,7 @@ class _FeedUpdater:
 
     feed: Feed
     state: TrainState
-    # Of the last step.
+    # The examples of the last step.
     last: Drawn | None = field(default=None, init=False)
 
     def update(self, batch: _Read, number: int) -> Update:

@@ -260,7 +260,7 @@ class OnlineTrainer(Trainer):
     # The last step that was begun.
     _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
-    # Of the last step.
+    # The groups of the last step.
     _groups: Sequence[Group] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)

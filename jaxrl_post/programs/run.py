@@ -84,7 +84,7 @@ from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown
 from jaxrl_post.records.trackers import Tracking
 from jaxrl_post.sharding import processes
 from jaxrl_post.sharding.processes import ProcessesError
-from jaxrl_post.watch.alarms import Watch
+from jaxrl_post.watch.alarms import RunWatch
 
 __all__ = [
     "RUN_ERRORS",
@@ -169,7 +169,7 @@ class Run[Config: RunConfig]:
     command: str
     inputs: Mapping[str, Fingerprint]
     best: Best
-    watch: Watch
+    watch: RunWatch
 
     def open_metrics(self, resume_step: int) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to a step; -1 for a new run.

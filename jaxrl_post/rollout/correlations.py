@@ -18,7 +18,7 @@ __all__ = ["correlations"]
 EPISODES, TOKENS = 256, 4096
 # Tokens of a piece that is looked for again.
 PIECE = 4
-# What an answer says to a judge instead of solving the task.
+# Text that speaks to a judge instead of solving the task.
 ADDRESSES = re.compile(
     r"\b(?:ignore|disregard|forget)\b.{0,40}\b(?:instructions?|rubric|above|previous)\b"
     r"|\b(?:give|award|assign|grade|rate|score|mark)\b.{0,40}"

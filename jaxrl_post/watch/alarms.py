@@ -10,10 +10,10 @@ from jaxrl_post.specs import check_takes, imported
 from jaxrl_post.watch.bounds import Condition, RuleError, Series, pattern_of, worst
 from jaxrl_post.watch.rule import ACTIONS, Rule
 
-__all__ = ["NOT_FINITE", "RAISED", "Alarm", "Finding", "Watch"]
+__all__ = ["NOT_FINITE", "RAISED", "Alarm", "Finding", "RunWatch"]
 
-# Metrics that the watch adds to those of a step: how many of these are not finite, and
-# how many rules stand raised.
+# Metrics that the watch adds to the metrics of a step: how many of them are not finite,
+# and how many rules stand raised.
 NOT_FINITE, RAISED = "watch/not_finite", "watch/alarms"
 
 
@@ -88,7 +88,7 @@ class Alarm:
         }
 
 
-class Watch:
+class RunWatch:
     """The rules of a run with the past values of their metrics.
 
     A raised rule raises no further alarm until its bounds were kept for as many steps
@@ -105,7 +105,7 @@ class Watch:
 
     >>> from jaxrl_post.watch.rule import Rule
     >>> high = Rule("high", (Condition("a", "above", 1.0),), "a is high.", steps=2)
-    >>> watch = Watch([high])
+    >>> watch = RunWatch([high])
     >>> alarms = [watch.look(step, {"a": 2.0}) for step in (1, 2, 3)]
     >>> [[alarm.where for alarm in found] for found in alarms]
     [[], ['steps 1 to 2'], []]
@@ -192,7 +192,7 @@ class _Read:
         self._pattern = None
         if "<" in condition.metric:
             self._pattern = pattern_of(condition.metric)
-        # Of each metric, if `metric` stands for several.
+        # A series for each metric, if `metric` stands for several.
         self._series: dict[str, Series] = {}
 
     def value(self, metrics: Mapping[str, float]) -> dict[str, float]:

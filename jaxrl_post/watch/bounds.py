@@ -52,7 +52,7 @@ class Condition:
 
     Attributes:
         metric: its name; `<word>` in it stands for any name there, `<one|other>` for
-            these, of which the worst counts. With `function` only a name for messages.
+            these; the worst value counts. With `function` only a name for messages.
         kind: of the bound, a key of `BOUNDS`.
         bound: its value; for "above" and "below" also the name of an option, such as
             "mismatch.warn".

@@ -80,7 +80,7 @@ def default_rules() -> tuple[Rule, ...]:
 
 
 def read_rules(file: str | None = None, off: tuple[str, ...] = ()) -> tuple[Rule, ...]:
-    """Returns the default rules with those of a file, without those that are off.
+    """Returns the default rules and the rules of a file, without the ones that are off.
 
     A table of the file has the name of a rule. If the rule exists, its keys replace the
     ones of that name; another bound replaces the bound.

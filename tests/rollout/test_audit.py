@@ -149,7 +149,7 @@ def test_each_fault_has_its_name(name, seed):
 
 def test_shares_are_counted():
     assert changed(FAULTS["stop tokens not trained"][0]) == {"stops_untrained": 1.0}
-    # 17 or 15 sampled tokens in 3 turns, of which 3 are first ones.
+    # 17 or 15 sampled tokens in 3 turns, each with one first token.
     sizes = sum(each.num_sampled for group in groups() for each in group.episodes)
     found = changed(FAULTS["first tokens not trained"][0])
     assert found["untrained"] == pytest.approx(12 / sizes)

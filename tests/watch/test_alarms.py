@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from jaxrl_post.watch.alarms import NOT_FINITE, Watch
+from jaxrl_post.watch.alarms import NOT_FINITE, RunWatch
 from jaxrl_post.watch.bounds import Condition
 from jaxrl_post.watch.rule import Rule, default_rules
 
 
 def watch(*conditions, steps=2, **options):
-    return Watch([Rule("mine", conditions, "It is high.", steps=steps, **options)])
+    return RunWatch([Rule("mine", conditions, "It is high.", steps=steps, **options)])
 
 
 HIGH = Condition("a", "above", 1.0)
@@ -74,7 +74,7 @@ def test_a_metric_divided_by_another():
 
 
 def gap(metrics):
-    """Of a rule in the tests; None if a metric is missing."""
+    """The function of a rule; None if a metric is missing."""
     return metrics["a"] - metrics["b"] if {"a", "b"} <= metrics.keys() else None
 
 
@@ -98,7 +98,7 @@ def test_of_several_metrics_the_worst_is_named():
 
 def test_an_alarm_says_everything_in_lines():
     rule = Rule("mine", (HIGH,), "It is high.", "Heat.", "The fan.", steps=2)
-    watched = Watch([rule])
+    watched = RunWatch([rule])
     watched.look(7, {"a": 2.0})
     [alarm] = watched.look(8, {"a": 3.5})
     assert alarm.told() == (
@@ -117,7 +117,7 @@ def test_the_strongest_action_comes_first():
         Rule(name, (HIGH,), "a", steps=1, action=name)
         for name in ("warn", "stop", "keep", "pause")
     ]
-    found = Watch(rules).look(1, {"a": 2.0})
+    found = RunWatch(rules).look(1, {"a": 2.0})
     assert [each.rule.action for each in found] == ["stop", "pause", "keep", "warn"]
 
 
@@ -129,7 +129,7 @@ def test_metrics_that_are_not_finite_are_counted():
 
 
 def test_rules_without_their_metrics_stay_quiet_and_are_listed():
-    watched = Watch(default_rules(), {"mismatch.warn": 1.05})
+    watched = RunWatch(default_rules(), {"mismatch.warn": 1.05})
     for step in range(1, 100):
         assert watched.look(step, {"train/other": 1.0}) == []
     assert watched.never_measured()["reward-collapse"] == ["reward/mean"]
@@ -138,7 +138,7 @@ def test_rules_without_their_metrics_stay_quiet_and_are_listed():
 def test_a_bound_may_be_an_option():
     [rule] = [rule for rule in default_rules() if rule.name == "mismatch"]
     for bound, expected in ((1.05, [(1, 1)]), (1.5, [])):
-        watched = Watch([rule], {"mismatch.warn": bound})
+        watched = RunWatch([rule], {"mismatch.warn": bound})
         row = {"mismatch/token_mult_prob_error": 1.2}
         assert raised(watched, [row]) == expected
 
@@ -168,7 +168,7 @@ CUT = "rollout/truncated_fraction"
     ],
 )
 def test_default_rules(rows, names):
-    watched = Watch(default_rules(), {"mismatch.warn": 1.05})
+    watched = RunWatch(default_rules(), {"mismatch.warn": 1.05})
     found = [
         a.rule.name for step, row in enumerate(rows, 1) for a in watched.look(step, row)
     ]
@@ -176,7 +176,7 @@ def test_default_rules(rows, names):
 
 
 def test_a_reward_that_parts_from_its_grader_is_named():
-    watched = Watch(default_rules(), {"mismatch.warn": 1.05})
+    watched = RunWatch(default_rules(), {"mismatch.warn": 1.05})
     names = []
     for step in range(1, 13):
         share = step / 12

@@ -33,7 +33,7 @@ from jaxrl_post.programs.watching.host import host_metrics
 from jaxrl_post.programs.watching.webhook import Webhook
 from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
-from jaxrl_post.watch.alarms import Watch
+from jaxrl_post.watch.alarms import RunWatch
 from jaxrl_post.watch.bounds import Condition
 from jaxrl_post.watch.rule import Rule
 from tests.programs.conftest import coin as coin
@@ -199,7 +199,7 @@ HIGH = Rule("high", (Condition("a", "above", 1.0),), "a is high.", steps=1)
 @contextlib.contextmanager
 def opened(tmp_path, rules=(HIGH,), **options):
     directory = RunDirectory(tmp_path / "run")
-    guard = Guard(Watch(rules), WatchConfig(**options), directory, clock=lambda: 5.0)
+    guard = Guard(RunWatch(rules), WatchConfig(**options), directory, clock=lambda: 5.0)
     with guard.open(-1, 1000):
         yield guard
 

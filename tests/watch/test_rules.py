@@ -1,4 +1,4 @@
-"""Rules as data: the default ones, and those of a file."""
+"""Rules as data: the default rules, and rules of a file."""
 
 import json
 import re

@@ -28,7 +28,7 @@ WORKERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Grader:
+class HeldOutGrader:
     """A grader with its worker processes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Graders:
         most: most training samples of a step that are graded.
     """
 
-    graders: Sequence[Grader] = ()
+    graders: Sequence[HeldOutGrader] = ()
     most: int = 0
 
     def trained(self, episodes: Sequence[Episode]) -> dict[str, float]:
@@ -112,7 +112,7 @@ def open_graders(config: RLConfig, environment: Environment) -> Iterator[Graders
         config.rollout, reward_workers=min(WORKERS, config.rollout.reward_workers)
     )
     with contextlib.ExitStack() as stack:
-        graders = list[Grader]()
+        graders = list[HeldOutGrader]()
         for text in config.eval.graders:
             name, spec = read_grader(text)
             try:
@@ -126,7 +126,7 @@ def open_graders(config: RLConfig, environment: Environment) -> Iterator[Graders
                 )
             _check_tasks(name, grader, environment)
             judges = stack.enter_context(open_judges(rollout, grader))
-            graders.append(Grader(name, grader, judges))
+            graders.append(HeldOutGrader(name, grader, judges))
         yield Graders(graders, config.eval.graded_samples)
 
 
@@ -151,12 +151,12 @@ def _check_tasks(name: str, grader: Environment, environment: Environment) -> No
 
 
 def _asked(messages: Sequence[Message]) -> list[str]:
-    """The messages of the user; those of the system may name tools."""
+    """The messages of the user; messages of the system may name tools."""
     return [str(each.content) for each in messages if each.role == "user"]
 
 
 def _graded(
-    grader: Grader, split: Split, episodes: Sequence[Episode]
+    grader: HeldOutGrader, split: Split, episodes: Sequence[Episode]
 ) -> list[float | None]:
     """The scores of answers, each judged once, as it ends; None where that failed."""
     tasks = grader.environment.tasks(split)

@@ -26,7 +26,7 @@ from jaxrl_post.records import notation
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.metric_table import row_of, rows
-from jaxrl_post.watch.alarms import NOT_FINITE, RAISED, Alarm, Watch
+from jaxrl_post.watch.alarms import NOT_FINITE, RAISED, Alarm, RunWatch
 from jaxrl_post.watch.bounds import RuleError, pattern_of
 from jaxrl_post.watch.rule import Rule, read_rules
 
@@ -77,11 +77,11 @@ class Acting(NamedTuple):
 
 
 def acting_of(alarm: Alarm) -> Acting:
-    """What a run does about an alarm."""
+    """Says how a run acts on an alarm."""
     return Acting(alarm.rule.name, alarm.rule.action, alarm.told())
 
 
-def open_watch(config: RunConfig) -> Watch:
+def open_watch(config: RunConfig) -> RunWatch:
     """Reads the rules of a run and checks that they name metrics.
 
     Args:
@@ -96,7 +96,7 @@ def open_watch(config: RunConfig) -> Watch:
         if config.watch.rules is not None:
             _check_metrics(found)
             _check_named(found)
-        return Watch(found, options)
+        return RunWatch(found, options)
     except RuleError as error:
         raise ConfigError(f"--watch.rules: {error}") from error
 
@@ -153,7 +153,7 @@ class Guard:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: RunWatch,
         config: WatchConfig,
         directory: RunDirectory,
         *,
@@ -291,7 +291,7 @@ class Guard:
         return self._directory.paused.exists()
 
     def end_pause(self) -> None:
-        """Removes the file of a pause that nobody ended."""
+        """Ends a pause: removes its file."""
         self._directory.paused.unlink(missing_ok=True)
 
     def _tell(self, alarm: Alarm) -> None:

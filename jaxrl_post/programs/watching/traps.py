@@ -174,7 +174,7 @@ TRAPS = {
         ("stop-token-untrained",),
     ),
     "tokenizer-drift": Trap(
-        "some trained ids are those of another tokenizer",
+        "another tokenizer wrote some of the trained ids",
         _retokenized,
         ("retokenized",),
     ),
