@@ -23,8 +23,6 @@ KEPT_IDS = 128
 class MismatchConfig:
     """Bounds on the difference of sampler and trainer with the same parameters.
 
-    A watch rule is a bound on a metric with an action: warn or stop.
-
     Both bounds are for mismatch/token_mult_prob_error, the mean factor by which they
     differ in the probability of a sampled token: 1 where they agree. Tokens that older
     parameters sampled do not count; a step with no other tokens is not compared and

@@ -28,6 +28,8 @@ ALL = "all"
 class Rule:
     """A rule that the metrics of every step are held against.
 
+    A watch rule is a bound on a metric with an action: warn, keep, pause or stop.
+
     A step is bad if all conditions hold in it. The rule raises an alarm after `steps`
     bad steps in a row; a step that does not measure a metric of it counts as none.
 

@@ -39,7 +39,7 @@ WORDS = {
     "turn": "envs/env.py",
     "update": "config/run.py UpdateConfig",
     "version": "losses/staleness.py",
-    "watch rule": "config/rl.py MismatchConfig",
+    "watch rule": "watch/rule.py Rule",
 }
 
 HEAD = """# Glossary

@@ -63,7 +63,7 @@ def _sequences(
 
 def _mismatch(trainer: OnlineTrainer) -> None:
     def change(sampler: Published) -> Published:
-        params = jax.tree.map(lambda leaf: leaf * 1.05, sampler.params)
+        params = jax.tree.map(lambda leaf: leaf * 1.5, sampler.params)
         return Published(sampler.engine, params, sampler.version)
 
     _sampler(trainer, change)
@@ -144,7 +144,7 @@ def _following_reference(trainer: OnlineTrainer) -> None:
 
 TRAPS = {
     "log-prob-mismatch": Trap(
-        "the sampler has parameters that are 5 % larger than the trainer's",
+        "the sampler has parameters that are half as large again as the trainer's",
         _mismatch,
         ("mismatch", "mismatch-kl"),
     ),
