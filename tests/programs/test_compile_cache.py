@@ -4,6 +4,8 @@ import io
 import logging
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from jaxrl_post.programs.build.compile_cache import (
     directory_of,
     make_room,
 )
+from launch.names import PROGRAMS, program_of
 
 FOUND, WRITTEN = (f"/jax/compilation_cache/cache_{each}" for each in ("hits", "misses"))
 INPUTS = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -228,3 +231,42 @@ def test_the_bound_holds_from_the_start(tmp_path):
 def test_what_is_no_directory_is_refused(path, message):
     with pytest.raises(ConfigError, match=message):
         check_paths(RunConfig(compile_cache=CompileCacheConfig(path)))
+
+
+@pytest.mark.processes
+def test_a_program_keeps_what_it_compiles_below_the_users_cache(tmp_path):
+    """The second start compiles nothing, and its answers are the same."""
+    left_out = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    environment |= {
+        "XDG_CACHE_HOME": str(tmp_path / "user"),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    kept, answers = [], []
+    for number in range(2):
+        output = tmp_path / f"{number}.json"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "launch.evaluate", "--model=demo"),
+                *("--env=arithmetic?level=0", "--num-tasks=2", "--max-tokens=2"),
+                f"--output={output}",
+            ],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            timeout=300,
+            check=True,
+        )
+        kept.append(programs(tmp_path / "user" / "jaxrl_post" / "xla"))
+        answers.append(output.with_suffix(".completions.jsonl").read_text())
+    assert kept[0]
+    assert kept[1] == kept[0]
+    assert answers[1] == answers[0]
+
+
+def test_programs_that_compile_have_the_option_and_others_do_not():
+    configs = {name: program_of(name).default([]) for name in PROGRAMS}
+    without = {
+        name for name, each in configs.items() if not hasattr(each, "compile_cache")
+    }
+    assert without == {"convert", "plan", "redteam", "report"}
