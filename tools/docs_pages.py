@@ -2,10 +2,10 @@
 
 `reference/options/*` has the options of each program, from the docstrings and
 annotations of `jaxrl_post.config`; `reference/metrics.md` gets its tables from
-records/metrics.toml, `reference/names.md` from launch/names.toml, and
-`reference/models.md` its table and a page for each family from `model_pages`. An entry
-`FOLDER/*` of the navigation stands for the pages of a folder that are named nowhere
-else.
+records/metrics.toml, `watch.md` its rules from watch/rules.toml, `reference/names.md`
+its names from launch/names.toml, and `reference/models.md` its table and a page for
+each family from `model_pages`. An entry `FOLDER/*` of the navigation stands for the
+pages of a folder that are named nowhere else.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ import model_pages  # noqa: E402
 
 from jaxrl_post.config.fields import FREE, Range  # noqa: E402
 from jaxrl_post.records.metric_table import rows  # noqa: E402
+from jaxrl_post.watch.bounds import BOUNDS, Condition  # noqa: E402
+from jaxrl_post.watch.rule import Rule, default_rules  # noqa: E402
 from launch.names import PROGRAMS, names, program_of  # noqa: E402
 
 OPTIONS, MODELS = "reference/options", "reference/models"
@@ -96,6 +98,67 @@ def served_table() -> str:
         label = labels.get(family.name.removeprefix("jaxrl_post_"), "")
         lines.append(f"| `{family.name}{suffix}` | {label} | {family.documentation} |")
     return "\n".join(lines)
+
+
+def rules_tables() -> str:
+    """A table of the rules for each part of rules.toml."""
+    path = ROOT / "jaxrl_post/watch/rules.toml"
+    text = path.read_text(encoding="utf-8")
+    parts: dict[str, str] = {}
+    part = ""
+    for heading, name in re.findall(r"^(?:# -- (.+?) -+|\[([\w-]+)\])$", text, re.M):
+        part = heading or part
+        parts[name] = part
+    lines: list[str] = []
+    part = ""
+    for rule in default_rules():
+        if parts[rule.name] != part:
+            part = parts[rule.name]
+            lines += ["", f"### {part}", "", *_heading("Rule", "A bad step", "Alarm")]
+        lines.append(_rule(rule))
+    return "\n".join(lines)
+
+
+def _rule(rule: Rule) -> str:
+    """The row of a rule."""
+    often = "1 step" if rule.steps == 1 else f"{rule.steps} steps"
+    action = "" if rule.action == "warn" else f"<br>action: {rule.action}"
+    bad = " and<br>".join(map(bound, rule.conditions))
+    if rule.options:
+        needed = (
+            f"--{name.replace('_', '-')} is {_value(value)}"
+            for name, value in rule.options.items()
+        )
+        bad += f"<br>Only where {_cell(', '.join(needed))}."
+    said = _cell(rule.means)
+    said += f"<br>**Causes:** {_cell(rule.causes)}" if rule.causes else ""
+    said += f"<br>**Look at:** {_cell(rule.look)}" if rule.look else ""
+    return f"| `{rule.name}`<br>{often}{action} | {bad} | {said} |"
+
+
+def _value(value: Any) -> str:
+    return written(value) if isinstance(value, bool) else f"{value}"
+
+
+def bound(condition: Condition) -> str:
+    """A condition in words, for a cell of a table."""
+    value = condition.bound
+    shown = f"--{value.replace('_', '-')}" if isinstance(value, str) else f"{value:g}"
+    words = BOUNDS[condition.kind].replace(", {centre}", "")
+    words = _cell(words.format(bound=shown, past=condition.past))
+    # A bar in code is no border of a cell, and a backslash before it would be shown.
+    metric = f"`{condition.metric}`"
+    metric += f" / `{condition.per}`" if condition.per else ""
+    if condition.function:
+        metric = f"`{condition.function}`"
+    more = [words]
+    if condition.least:
+        more.append(f"by more than {condition.least:g}")
+    if condition.known != Condition.known:
+        more.append(f"with at least {condition.known} before")
+    if condition.after:
+        more.append(f"after the first {condition.after}")
+    return f"{metric} {', '.join(more)}"
 
 
 def names_tables() -> str:
@@ -210,6 +273,7 @@ def presets() -> str:
 MARKS = {
     "<!-- metrics -->": metrics_tables,
     "<!-- names -->": names_tables,
+    "<!-- rules -->": rules_tables,
     "<!-- metrics of the server -->": served_table,
     "<!-- support -->": model_pages.support,
     "<!-- presets -->": presets,

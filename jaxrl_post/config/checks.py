@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from jaxrl_post.config.algorithm import (
     ALGORITHMS,
@@ -44,11 +45,15 @@ from jaxrl_post.config.rollout import (
 from jaxrl_post.config.run import (
     CheckpointConfig,
     RunConfig,
+    WatchConfig,
+    address_of,
     loaded_callbacks,
     profiled_steps,
 )
 from jaxrl_post.extras import install
 from jaxrl_post.mesh_spec import MeshError, read_mesh
+from jaxrl_post.watch.bounds import RuleError
+from jaxrl_post.watch.rule import read_rules
 
 __all__ = [
     "check_algorithm",
@@ -56,6 +61,8 @@ __all__ = [
     "check_name",
     "check_options",
     "known",
+    "read_grader",
+    "read_webhook",
     "reward_weights",
     "with_steps",
 ]
@@ -119,6 +126,7 @@ def check_options(config: RunConfig) -> None:
     if config.epochs is None:
         profiled_steps(config.profile, config.steps)
     loaded_callbacks(config.callbacks)
+    _check_watch(config.watch)
     if isinstance(config, RLConfig):
         _check_rl(config)
     if isinstance(config, OfflineConfig):
@@ -274,7 +282,70 @@ def _check_best(config: RunConfig) -> None:
         )
 
 
+def read_grader(text: str) -> tuple[str, str]:
+    """Splits NAME=ENVIRONMENT of --eval.graders.
+
+    Raises:
+        ConfigError: it is written otherwise.
+
+    >>> read_grader("strict=jsonl?grader=exact")
+    ('strict', 'jsonl?grader=exact')
+    """
+    found = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", text, re.DOTALL)
+    if found is None:
+        raise ConfigError(
+            "--eval.graders: must be NAME=ENVIRONMENT, such as "
+            f"strict=jsonl?grader=exact; got {text!r}"
+        )
+    return found[1], found[2]
+
+
+def read_webhook(file: str) -> str:
+    """Reads the URL of a webhook from its file.
+
+    Raises:
+        ConfigError: the file cannot be read, or its first line is no http or https URL.
+            The URL is a secret and is not told.
+    """
+    try:
+        url = Path(file).read_text(encoding="utf-8").strip().splitlines()[0].strip()
+        parts = urlsplit(url)
+    except (OSError, ValueError, IndexError) as error:
+        told = str(error) if isinstance(error, OSError) else "it holds none"
+        raise ConfigError(
+            f"--watch.webhook: cannot read a URL from the file {file}: {told}"
+        ) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"--watch.webhook: the first line of {file} must be a URL that begins with "
+            "https:// or http://"
+        )
+    return url
+
+
+def _check_watch(watch: WatchConfig) -> None:
+    try:
+        read_rules(watch.rules, watch.off)
+    except RuleError as error:
+        option = "--watch.off" if watch.rules is None else "--watch.rules"
+        raise ConfigError(f"{option}: {error}") from error
+    if watch.webhook is not None:
+        read_webhook(watch.webhook)
+    if watch.listen is not None:
+        address_of(watch.listen, "--watch.listen")
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise ConfigError(
+                "--watch.listen: there is no module 'prometheus_client': "
+                f"{install('serve')}"
+            )
+
+
 def _check_offline(config: OfflineConfig) -> None:
+    if config.eval.graders:
+        raise ConfigError(
+            "--eval.graders: grade the answers that a run samples, and this program "
+            "samples none; drop the option, or grade the model with launch.evaluate"
+        )
     if isinstance(config, PreferenceConfig):
         check_name(config.loss.name, "--loss.name", "preference loss", PREFERENCES)
         _check_reference(config.loss, "--loss.reference", config)
@@ -355,6 +426,9 @@ def _check_rl(config: RLConfig) -> None:
             f"--mismatch.warn: must be at most --mismatch.stop, "
             f"{config.mismatch.stop:g}; got {config.mismatch.warn:g}"
         )
+    names = [read_grader(each)[0] for each in config.eval.graders]
+    if doubled := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--eval.graders: the name {doubled[0]} is given twice")
     _check_rollout(config)
     _check_turns(config)
     _check_ahead(config)

@@ -15,6 +15,7 @@ from jaxrl_post.config.fields import (
     SHARE,
     Range,
 )
+from jaxrl_post.config.run import address_of
 from jaxrl_post.envs.workers.hosts import check_hosts
 from jaxrl_post.extras import install
 
@@ -269,13 +270,7 @@ class FleetConfig:
         >>> FleetConfig("[::1]:0").address
         ('::1', 0)
         """
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(
-                "--fleet.listen: must be HOST:PORT, such as 127.0.0.1:7777; got "
-                f"{self.listen!r}"
-            )
-        return host.strip("[]"), int(port)
+        return address_of(self.listen, "--fleet.listen")
 
     @property
     def key(self) -> str | None:

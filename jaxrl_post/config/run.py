@@ -31,6 +31,8 @@ __all__ = [
     "TrackerName",
     "UpdateConfig",
     "WarmStartConfig",
+    "WatchConfig",
+    "address_of",
     "differences",
     "flattened",
     "loaded_callbacks",
@@ -93,11 +95,19 @@ class EvalConfig:
         num_tasks: number of held-out tasks, demonstrations or pairs that are evaluated.
         solved_reward: an answer with at least this reward solves its task; accuracy is
             the share of solved tasks, eval/reward the mean reward.
+        graders: of sampling programs, other measures of the answers than the reward,
+            which train nothing: each NAME=ENVIRONMENT, an environment with the tasks of
+            `env`, such as strict=jsonl?grader=exact or
+            mine=jsonl?grader=<module>:<function>. They grade the held-out answers and
+            some training samples; a rule tells when they and the reward part.
+        graded_samples: most training samples of a step that are graded; 0 for none.
     """
 
     every: Annotated[int, NOT_NEGATIVE] = 25
     num_tasks: Annotated[int, COUNT] = 128
     solved_reward: Annotated[float, ANY] = 1.0
+    graders: tuple[str, ...] = ()
+    graded_samples: Annotated[int, NOT_NEGATIVE] = 32
 
     def due(self, step: int, steps: int) -> bool:
         """Whether step `step` of a run of `steps` steps ends with an evaluation."""
@@ -149,6 +159,41 @@ class WarmStartConfig:
     steps: Annotated[int, NOT_NEGATIVE] = 0
     examples_per_step: Annotated[int, COUNT] = 64
     learning_rate: Annotated[float, POSITIVE] = 2e-3
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """The rules that the metrics of every step are held against (docs/watch.md).
+
+    Attributes:
+        rules: file of rules, TOML or JSON, that are added to the default ones; a table
+            with the name of a rule changes it, such as its bound, or its action: warn,
+            keep, pause or stop.
+        off: names of rules that are not used; "all" for none.
+        webhook: file whose first line is a URL to which alarms are posted as JSON. The
+            URL is a secret, so it is no option.
+        listen: HOST:PORT at which GET /metrics has the newest metrics and alarms, for
+            Prometheus; None for no server. Needs the extra serve.
+        pause_s: longest pause of a rule whose action is pause, in seconds; the run then
+            saves and ends.
+    """
+
+    rules: str | None = None
+    off: tuple[str, ...] = ()
+    webhook: str | None = None
+    listen: str | None = None
+    pause_s: Annotated[float, POSITIVE] = 3600.0
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of `listen`; None without a server.
+
+        Raises:
+            ConfigError: it is no HOST:PORT.
+        """
+        return (
+            None if self.listen is None else address_of(self.listen, "--watch.listen")
+        )
 
 
 @dataclass(frozen=True)
@@ -238,6 +283,7 @@ class RunConfig:
         profile: step that is traced, such as 3, or the first and the last one, such as
             10:12; the trace, for xprof and Perfetto, is in the folder profile. None for
             no trace.
+        watch: rules that tell what is wrong with a run.
         callbacks: functions, each a <module>:<function>, that are called at the start,
             after each step and each evaluation, and at the end.
         processes: the processes of the run, if there are several.
@@ -272,6 +318,7 @@ class RunConfig:
     push_to_hub: Annotated[str | None, FREE] = None
     push_public: Annotated[bool, FREE] = False
     profile: Annotated[str | None, FREE] = None
+    watch: Annotated[WatchConfig, FREE] = field(default_factory=WatchConfig)
     callbacks: Annotated[tuple[str, ...], FREE] = ()
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)
     compile_cache: Annotated[CompileCacheConfig, FREE] = field(
@@ -323,6 +370,27 @@ def flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = list(item) if isinstance(item, tuple) else item
     return flat
+
+
+def address_of(text: str, option: str) -> tuple[str, int]:
+    """Reads the host and the port of an address to listen on.
+
+    Args:
+        text: HOST:PORT; an IPv6 address in brackets.
+        option: for the error.
+
+    Raises:
+        ConfigError: it is no HOST:PORT.
+
+    >>> address_of("[::1]:0", "--fleet.listen")
+    ('::1', 0)
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"{option}: must be HOST:PORT, such as 127.0.0.1:7777; got {text!r}"
+        )
+    return host.strip("[]"), int(port)
 
 
 def profiled_steps(text: str | None, steps: int) -> range:

@@ -87,6 +87,27 @@ class Feed:
         point = np.full(drawn.batch.shape, mean, np.float32)
         return drawn.batch.replace(reference_point=point)  # type: ignore[attr-defined]
 
+    def texts(self, drawn: Drawn | None) -> list[dict[str, str]]:
+        """The packed rows of a step as texts: whole, and what is trained on.
+
+        Args:
+            drawn: of the step; None for no rows.
+        """
+        batch = None if drawn is None else drawn.batch
+        if batch is None:
+            return []
+        read = functools.partial(self.tokenizer.decoded, special=True)
+        found = list[dict[str, str]]()
+        for ids, ends, mask in zip(
+            np.asarray(batch.tokens),
+            np.asarray(batch.ends),
+            np.asarray(batch.loss_mask),
+            strict=True,
+        ):
+            whole, trained = ids[ends > 0].tolist(), ids[mask].tolist()
+            found.append({"row": read(whole), "trained": read(trained)})
+        return found
+
     @functools.cached_property
     def _gauge(self) -> Learner:
         assert self.measured is not None

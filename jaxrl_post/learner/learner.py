@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ __all__ = [
     "MismatchError",
     "Scorer",
     "Update",
+    "UpdateError",
     "begin_training",
 ]
 
@@ -59,11 +60,23 @@ class Update(NamedTuple):
     tokens: int
 
 
-class DivergenceError(RuntimeError):
+class UpdateError(RuntimeError):
+    """An optimizer step was not taken.
+
+    Attributes:
+        metrics: of the step so far, by which the rules of a run tell the cause.
+    """
+
+    def __init__(self, told: str, metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(told)
+        self.metrics = dict(metrics or {})
+
+
+class DivergenceError(UpdateError):
     """The loss or gradient is not finite; no optimizer step was taken."""
 
 
-class MismatchError(RuntimeError):
+class MismatchError(UpdateError):
     """Log-probs of sampler and trainer differ too much; no optimizer step was taken."""
 
 
@@ -215,7 +228,8 @@ class Learner:
                 raise DivergenceError(
                     f"{where}: {name} is {metrics[name]}; no optimizer step was taken. "
                     "Lower the learning rate, or look at this step's samples; the "
-                    "update before it may be the cause"
+                    "update before it may be the cause",
+                    metrics,
                 )
         check(metrics)
         if self.schedule is not None:

@@ -1,7 +1,7 @@
 """Policies next to the trained one: KL reference or teacher."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +92,8 @@ class Reference:
     params: PyTree
     whole: Callable[[PyTree], PyTree] = lambda params: params
     following: Following | None = None
+    # `_bits` of `params`; None before the first step.
+    _total: int | None = field(default=None, init=False)
 
     def predict(self, batch: TokenBatch) -> Predictions:
         """Returns NumPy predictions [rows, length] for a NumPy batch; no entropies."""
@@ -108,15 +110,20 @@ class Reference:
             number: of the step, from 1.
 
         Returns:
-            Scalar metrics; none if the reference stays as it is.
+            Scalar metrics, among them whether the reference has changed by itself since
+            the last call.
         """
+        total = int(_bits(self.params))
+        changed = self._total is not None and self._total != total
+        self._total, metrics = total, {"reference/changed": float(changed)}
         if self.following is None:
-            return {}
+            return metrics
         last = (number - 1) // self.following.steps * self.following.steps
         if last and last == number - 1:
             policy = state.params if state.master is None else state.master
             self.params = self.following.mix(self.params, policy)
-        return {"reference/last_sync": float(last)}
+            self._total = int(_bits(self.params))
+        return metrics | {"reference/last_sync": float(last)}
 
     @property
     def saved(self) -> PyTree | None:
@@ -132,6 +139,23 @@ class Reference:
         """Restores a value of `saved`."""
         if self.following is not None:
             self.params = saved
+            self._total = None
+
+
+@jax.jit
+def _bits(params: PyTree) -> Array:
+    """uint32: the sum of all bits' numbers, which any change of a parameter changes.
+
+    Sums of integers have one result in any order, on any mesh.
+    """
+    total = jnp.uint32(0)
+    for leaf in jax.tree.leaves(params):
+        bits = jax.lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize])
+        total += jnp.sum(bits, dtype=jnp.uint32)
+    return total
+
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def require_directory(path: str | None, option: str) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,20 +18,20 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.credit import credited
-from jaxrl_post.learner.learner import Learner, MismatchError, Update
+from jaxrl_post.learner.learner import Learner, MismatchError, Update, UpdateError
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.losses import shaping
 from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.audit import audit
 from jaxrl_post.rollout.collector import FailedRolloutsError
-from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.correlations import correlations
+from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.types import TokenBatch
 
 __all__ = ["Critic", "Updater", "longest_row", "longest_sequence"]
-
-logger = logging.getLogger(__name__)
 
 # Metrics of how well sampler and trainer agree.
 FACTOR, UNEQUAL = "mismatch/token_mult_prob_error", "mismatch/unequal"
@@ -97,11 +96,11 @@ class Updater:
         self._phases = {}
         groups = [each for each in batch if isinstance(each, Group)]
         if groups:
-            sequences, metrics = self.sequences(groups)
+            sequences, values, metrics = self.sequences(groups)
             tokens = sum(e.num_sampled for group in groups for e in group.episodes)
         else:
             sequences = [each for each in batch if isinstance(each, packing.Sequence)]
-            metrics = dict[str, float]()
+            values, metrics = None, dict[str, float]()
             tokens = sum(int(each.loss_mask.sum()) for each in sequences)
         if not sequences:
             raise FailedRolloutsError(
@@ -111,20 +110,30 @@ class Updater:
             )
         if self.reference is not None:
             metrics |= self.reference.follow(self.state, number)
-        metrics |= self._train(sequences, number)
+        pieces, found = self._minibatches(sequences, number)
+        metrics |= found
+        if values is not None:
+            metrics |= audit(groups, values, pieces, self._trains)
+        try:
+            metrics |= self._train(pieces, number)
+        except UpdateError as error:
+            error.metrics = metrics | error.metrics
+            raise
         metrics |= {f"time/{name}": spent for name, spent in self._phases.items()}
         return Update(metrics, tokens)
 
     def sequences(
         self, groups: Sequence[Group]
-    ) -> tuple[list[packing.Sequence], dict[str, float]]:
+    ) -> tuple[list[packing.Sequence], np.ndarray, dict[str, float]]:
         """Makes training sequences with advantages from groups of episodes.
 
         Args:
             groups: the collected groups.
 
         Returns:
-            The training sequences, and metrics.
+            The training sequences; their advantages, float32 [groups, samples] or
+            [groups, samples, turns], or rewards where `credit` computes the advantages;
+            and metrics.
 
         Raises:
             ConfigError: the environment does not report rewards that are needed.
@@ -154,14 +163,17 @@ class Updater:
         later = later or self.algorithm.divergence is not None
         self.advantages = None if later else values
         version = int(self.state.step)
-        return made, rollout_metrics(groups, self.advantages, version)
+        metrics = rollout_metrics(groups, self.advantages, version)
+        return made, values, metrics | correlations(groups)
 
-    def _train(
-        self, sequences: list[packing.Sequence], number: int
-    ) -> dict[str, float]:
-        """Takes the optimizer steps of a batch; metrics are means over them."""
-        update = self.config.update
-        pieces, metrics = self._minibatches(sequences, number)
+    def _trains(self, episode: Episode) -> bool:
+        """Whether the sampled tokens of an episode are trained on."""
+        skips = self.config.rollout.truncated == "mask"
+        return batching.is_trained(episode, skip_truncated=skips)
+
+    def _train(self, pieces: list[TokenBatch], number: int) -> dict[str, float]:
+        """Takes the optimizer steps of minibatches; metrics are means over them."""
+        update, metrics = self.config.update, dict[str, float]()
         # A divergence from a teacher has no ratio, so it needs no proximal log-probs.
         anchored = self.algorithm.divergence is None
         # One update without dropout computes them itself.
@@ -332,20 +344,15 @@ class Updater:
         if self.config.exact and unequal:
             raise MismatchError(
                 f"{said}, and --exact promises that all are. No optimizer step was "
-                "taken. Please report the model's config, --mesh and the device"
+                "taken. Please report the model's config, --mesh and the device",
+                metrics,
             )
         if factor > bounds.stop:
             raise MismatchError(
                 f"{said}; --mismatch.stop is {bounds.stop:g}. No optimizer step was "
                 "taken. Does the sampler have the trainer's parameters and dtype? "
-                "Raise the bound to continue"
-            )
-        if factor > bounds.warn:
-            logger.warning(
-                "%s; --mismatch.warn is %g. Compare with --dtype float32, or try "
-                "--exact",
-                said,
-                bounds.warn,
+                "Raise the bound to continue",
+                metrics,
             )
 
     def _minibatches(

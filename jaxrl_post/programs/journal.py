@@ -1,9 +1,10 @@
-"""Resumes a run; logs, evaluates and saves after its steps, and stops it."""
+"""Resumes a run; evaluates, watches, logs and saves after its steps; stops it."""
 
 import abc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -12,10 +13,11 @@ import jax
 
 from jaxrl_post.learner.best import BEST
 from jaxrl_post.learner.checkpoint import abstract_state
-from jaxrl_post.learner.learner import DivergenceError
+from jaxrl_post.learner.learner import DivergenceError, UpdateError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
+from jaxrl_post.programs.watching.guard import Acting, AlarmError, Guard, acting_of
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.progress import Progress
 from jaxrl_post.records.sinks import (
@@ -25,9 +27,12 @@ from jaxrl_post.records.sinks import (
     tell_missing,
 )
 from jaxrl_post.sharding import processes
+from jaxrl_post.watch.alarms import RAISED
 
 __all__ = ["RunJournal", "Training"]
 
+# Seconds between two looks at whether a pause is over.
+PAUSE_POLL_S = 1.0
 # Keys of a checkpoint's meta: the metrics of a step whose evaluation is still due, and
 # what the logs held.
 PENDING, LOGS = "evaluation_due", "logs"
@@ -76,6 +81,14 @@ class Training(abc.ABC):
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
         """Restores `snapshot` and `meta`; the journal restores `indices` itself."""
 
+    @abc.abstractmethod
+    def keep(self, folder: Path) -> None:
+        """Writes the batch of the last step, for a person.
+
+        Args:
+            folder: to write to.
+        """
+
     @property
     @abc.abstractmethod
     def held_out_size(self) -> int:
@@ -114,6 +127,8 @@ class RunJournal:
         self._should_stop, self._log_every = should_stop, log_every
         self._stopped, self._saving = False, 0.0
         self._stack = ExitStack()
+        # Process 0 watches, for all.
+        self._guard: Guard | None = None
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -131,6 +146,9 @@ class RunJournal:
             with self._stack:
                 self._run.checkpoints.wait()
             return
+        if self._guard is not None and isinstance(error, UpdateError):
+            # The step has no row, but its alarms say what is wrong.
+            self._guard.look(self.step + 1, error.metrics)
         self._stack.__exit__(kind, error, trace)
         if isinstance(error, DivergenceError):
             raise self._told(error) from error
@@ -165,6 +183,7 @@ class RunJournal:
         # Without the row of this step, which is written again.
         logged = self._counts()
         events, gained = [self._event("step", metrics)], False
+        metrics |= {} if self._guard is None else self._guard.host()
         if evaluates and not due:
             found = self._measured(step)
             metrics |= found
@@ -172,15 +191,23 @@ class RunJournal:
             events.append(self._event("evaluation", found))
             told = processes.exchange("stop after an evaluation", self._should_stop())
             self._stopped = self._stopped or any(told)
-        failed = self._tell(*events)
+        failed: Exception | None = self._tell(*events)
+        acting = self._watched(step, metrics)
+        self._stopped = self._stopped or (acting is not None and acting.stops)
         last = step == config.steps or self._stopped
         # Row before checkpoint: if the run dies in between, resuming cuts it off.
         if step % self._log_every == 0 or evaluates or last:
             self._rows.write(step, metrics, awaits_more=due)
         self._progress.update(step, metrics)
         begin = time.perf_counter()
-        if step % config.checkpoint.every == 0 or last or gained:
+        if step % config.checkpoint.every == 0 or last or gained or acting:
             self._save(step, waits, logged if due else self._counts())
+        if acting is not None:
+            self._evidence(acting)
+            ends = acting.stops or (acting.pauses and not self._paused(acting))
+            self._stopped = self._stopped or ends
+            if ends and failed is None:
+                failed = AlarmError(acting.ended(step, self._run.directory.path))
         if evaluates and not due:
             self._keep(gained)
         self._saving = time.perf_counter() - begin
@@ -212,6 +239,11 @@ class RunJournal:
         self._rows: MetricsLog | NoLog = enter(run.open_metrics(kept))
         began = -1 if latest is None else latest
         enter(training.logs(kept, began))
+        if not processes.index():
+            shapes = jax.tree.leaves(jax.eval_shape(training.snapshot))
+            size = sum(each.size * each.dtype.itemsize for each in shapes)
+            guard = Guard(run.watch, run.config.watch, run.directory)
+            self._guard = enter(guard.open(kept, size))
         self._progress = enter(Progress(run.console, total_steps=run.config.steps))
         if self.step < run.config.steps and not self._stopped:
             run.describe()
@@ -221,6 +253,8 @@ class RunJournal:
             found = self._measured(self.step)
             if latest is None:
                 run.best.require(found)
+            if found or pending:
+                self._watched(self.step, (pending or {}) | found)
             self._rows.write(self.step, (pending or {}) | found)
             if latest is None and found:
                 self._progress.update(0, found)
@@ -229,6 +263,45 @@ class RunJournal:
         self._keep(gained)
         if (failed := self._tell(*events)) is not None:
             raise failed
+
+    def _watched(self, step: int, metrics: dict[str, float]) -> Acting | None:
+        """Holds a step against the rules; returns what all processes have to do.
+
+        Args:
+            step: number of the step.
+            metrics: of the step, to which the number of raised rules is added.
+        """
+        acting = list[Acting]()
+        if (guard := self._guard) is not None:
+            alarms = guard.look(step, metrics)
+            metrics[RAISED] = float(len(guard.watch.raised))
+            acting = [acting_of(alarms[0])] if alarms else []
+        told = processes.exchange("alarms", acting)[0]
+        return Acting(*told[0]) if told and told[0][1] != "warn" else None
+
+    def _evidence(self, acting: Acting) -> None:
+        """Keeps the checkpoint and the batch of a step with an alarm."""
+        self._run.checkpoints.wait()
+        if self._guard is not None:
+            checkpoint = self._run.checkpoints.directory / str(self.step)
+            self._guard.keep(acting, self.step, checkpoint, self._training.keep)
+
+    def _paused(self, acting: Acting) -> bool:
+        """Waits for a person, `watch.pause_s` at most; whether the run continues."""
+        if self._guard is not None:
+            self._guard.begin_pause(acting, self.step)
+        until = time.monotonic() + self._run.config.watch.pause_s
+        while True:
+            waits = self._guard is None or self._guard.waits()
+            over = self._should_stop() or time.monotonic() >= until
+            told = processes.exchange("pause", [waits, over])
+            if any(over for _, over in told):
+                if self._guard is not None:
+                    self._guard.end_pause()
+                return False
+            if not told[0][0]:
+                return True
+            time.sleep(PAUSE_POLL_S)
 
     def _measured(self, step: int) -> dict[str, float]:
         """Evaluates, and says so."""

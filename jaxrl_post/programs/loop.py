@@ -4,14 +4,13 @@
     producer.feed(buffer, sampler, step)   # rollouts, until the buffer has a batch
     batch = buffer.take()                  # the groups that the step trains on
     update = updater.update(batch, step)   # credit, minibatches, optimizer
-    watch(step, metrics)                   # rules: warn
 
-and a step of a run on a data set is `take`, `update` and `watch` alone. After each step
-the journal logs, evaluates and saves.
+and a step of a run on a data set is `take` and `update` alone. After each step the
+journal evaluates, watches, logs and saves.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +19,6 @@ import jax
 from jaxrl_post.learner.learner import Update
 from jaxrl_post.programs.journal import RunJournal, Training
 from jaxrl_post.programs.run import Run
-from jaxrl_post.programs.watching.rules import Warnings
 from jaxrl_post.records.tracing import Tracing
 
 __all__ = [
@@ -28,13 +26,9 @@ __all__ = [
     "BatchUpdater",
     "Producer",
     "Trainer",
-    "Watch",
     "Weights",
     "train",
 ]
-
-# Looks at the metrics of a step, before they are logged.
-type Watch = Callable[[int, Mapping[str, float]], None]
 
 
 @runtime_checkable
@@ -90,14 +84,12 @@ class Trainer[Batch](Training):
         updater: trains on it.
         weights: None if the run never samples.
         producer: fills the buffer with rollouts; None if a data set does.
-        watch: looks at each step's metrics; by default it warns, by `watch.RULES`.
     """
 
     buffer: BatchSource[Batch]
     updater: BatchUpdater[Batch]
     weights: Weights | None = field(default=None, kw_only=True)
     producer: Producer | None = field(default=None, kw_only=True)
-    watch: Watch = field(default_factory=Warnings, kw_only=True)
 
     def step(self, number: int) -> tuple[dict[str, float], Batch]:
         """Takes a step.
@@ -125,7 +117,6 @@ class Trainer[Batch](Training):
         metrics |= update.metrics | (self.weights.metrics() if self.weights else {})
         metrics["time/step"] = seconds
         metrics["throughput/tokens_per_second"] = update.tokens / seconds
-        self.watch(number, metrics)
         return metrics, batch
 
     def update(self, batch: Batch, number: int) -> Update:

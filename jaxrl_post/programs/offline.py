@@ -1,10 +1,12 @@
 """Training runs on a data set: `launch.sft`, `launch.dpo` and `launch.reward`."""
 
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -37,6 +39,7 @@ from jaxrl_post.examples.preferences import (
 )
 from jaxrl_post.examples.tasks import TaskSets, open_tasks
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
+from jaxrl_post.files import replace_file
 from jaxrl_post.learner.best import check_metric
 from jaxrl_post.learner.feed import Drawn, Feed, Measured
 from jaxrl_post.learner.learner import Learner, Update, begin_training
@@ -415,8 +418,11 @@ class _FeedUpdater:
 
     feed: Feed
     state: TrainState
+    # Of the last step.
+    last: Drawn | None = field(default=None, init=False)
 
     def update(self, batch: _Read, number: int) -> Update:
+        self.last = batch.drawn
         begin, reference = time.perf_counter(), self.feed.reference
         moved = {} if reference is None else reference.follow(self.state, number)
         with jax.profiler.TraceAnnotation("logprobs"):
@@ -462,6 +468,11 @@ class _OfflineTrainer(Trainer):
     def logs(self, resume_step: int, step: int) -> NoLog:
         del resume_step, step
         return NoLog()
+
+    def keep(self, folder: Path) -> None:
+        rows = self.updater.feed.texts(self.updater.last)
+        lines = (json.dumps(row) + "\n" for row in rows)
+        replace_file(folder / "rows.jsonl", "".join(lines).encode())
 
     def snapshot(self) -> TrainState:
         reference = self.updater.feed.reference

@@ -59,6 +59,7 @@ from jaxrl_post.programs.run import (
     tell_run,
     warm_started,
 )
+from jaxrl_post.programs.watching.graders import open_graders
 from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.sharding import processes, split_size
 
@@ -76,6 +77,7 @@ def run_rl(
     console: Console,
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
+    prepare: Callable[[OnlineTrainer], None] = lambda trainer: None,
 ) -> RunResult:
     """Trains a model on its own samples, in a new or a resumed run.
 
@@ -85,6 +87,7 @@ def run_rl(
         command: the command line, for the report.
         should_stop: called after each step, also of a warm start; True saves and ends
             the run.
+        prepare: called with the trainer before its first step.
 
     Raises:
         ConfigError: options contradict each other or the model.
@@ -153,6 +156,7 @@ def run_rl(
             ):
                 opened = functools.partial(_weights, run, should_stop, stack)
                 trainer = _trainer(run, kept, judges, algorithm, opened, stack)
+                prepare(trainer)
                 return _loop(run, trainer, should_stop)
     except WarmStartStoppedError:
         return RunResult(step=0, completed=False, model=None, report=None)
@@ -298,6 +302,7 @@ def _trainer(
         demonstrations=demonstrations,
         directory=run.directory,
     )
+    trainer.graders = stack.enter_context(open_graders(config, environment))
     if trainer.timeline is not None:
         stack.callback(trainer.timeline.close)
     if trainer.ahead is not None:

@@ -1,11 +1,11 @@
 """The trainer of runs that sample, and of those that imitate what they would sample."""
 
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -22,6 +22,7 @@ from jaxrl_post.programs.apart.answers import Answering
 from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Evaluation, Experience
 from jaxrl_post.programs.loop import Trainer
+from jaxrl_post.programs.watching.graders import Graders
 from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.metric_table import ACCURACY
@@ -245,6 +246,7 @@ class OnlineTrainer(Trainer):
         ahead: samples batches before their steps; None to sample each in its step.
         directory: of the run; None to log no samples.
         timeline: of the run; None to write none.
+        graders: held-out graders of its answers.
     """
 
     updater: Updater
@@ -254,9 +256,12 @@ class OnlineTrainer(Trainer):
     ahead: Ahead | None = field(default=None, kw_only=True)
     directory: RunDirectory | None = field(default=None, kw_only=True)
     timeline: Timeline | None = field(default=None, kw_only=True)
+    graders: Graders = field(default_factory=Graders, kw_only=True)
     # The last step that was begun.
     _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
+    # Of the last step.
+    _groups: Sequence[Group] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)
 
@@ -275,16 +280,23 @@ class OnlineTrainer(Trainer):
         self._step = number
         metrics, batch = super().step(number)
         groups = [each for each in batch if isinstance(each, Group)]
-        is_trained = functools.partial(
-            batching.is_trained, skip_truncated=self.config.rollout.truncated == "mask"
-        )
+        self._groups = groups
+        begin = time.perf_counter()
+        graded = self.graders.trained([e for g in groups for e in g.episodes])
+        if graded:
+            metrics |= graded | {"time/graders": time.perf_counter() - begin}
         if self._rollouts is not None and self.config.log_rollouts is not None:
             advantages = self.updater.advantages
-            self._rollouts.write(number, groups, advantages, is_trained)
+            self._rollouts.write(number, groups, advantages, self._trains)
         self._trained_on = _samples(
-            "train", groups, self.config.log_samples, is_trained
+            "train", groups, self.config.log_samples, self._trains
         )
         return metrics, groups
+
+    def _trains(self, episode: Episode) -> bool:
+        """Whether the sampled tokens of an episode are trained on."""
+        skips = self.config.rollout.truncated == "mask"
+        return batching.is_trained(episode, skip_truncated=skips)
 
     def update(self, batch: Any, number: int) -> Update:
         """Trains on the batch of a step."""
@@ -324,6 +336,12 @@ class OnlineTrainer(Trainer):
             if self.timeline is not None and self.ahead is not None:
                 self.timeline.open()
         return self._samples
+
+    def keep(self, folder: Path) -> None:
+        """Writes the samples of the last step as JSON lines."""
+        count = sum(len(group.episodes) for group in self._groups)
+        with SampleLog(RunDirectory(folder)) as log:
+            log.write(self._step, _samples("train", self._groups, count, self._trains))
 
     def counts(self) -> dict[str, int]:
         """The number of logged samples and events, and of files of rollouts."""
@@ -375,7 +393,8 @@ class OnlineTrainer(Trainer):
             evaluation = self.evaluate()
         shown = _samples("eval", evaluation.groups, self.config.log_eval_samples)
         self._samples.write(number, [*shown, *self._trained_on])
-        return _evaluated(evaluation)
+        answers = [each.episodes[0] for each in evaluation.groups]
+        return _evaluated(evaluation) | self.graders.evaluated(answers)
 
 
 def _tell_published(tell: Tell, version: int, size: int, seconds: float) -> None:

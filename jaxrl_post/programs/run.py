@@ -71,6 +71,7 @@ from jaxrl_post.programs.places import (
     tasks_fingerprint,
 )
 from jaxrl_post.programs.template import begun, template_line
+from jaxrl_post.programs.watching.guard import AlarmError, open_watch
 from jaxrl_post.records import notation
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
@@ -83,6 +84,7 @@ from jaxrl_post.records.sinks import MetricsLog, NoLog, warnings_shown
 from jaxrl_post.records.trackers import Tracking
 from jaxrl_post.sharding import processes
 from jaxrl_post.sharding.processes import ProcessesError
+from jaxrl_post.watch.alarms import Watch
 
 __all__ = [
     "RUN_ERRORS",
@@ -113,6 +115,7 @@ RUN_ERRORS = (
     ProcessesError,
     CallbackError,
     PushError,
+    AlarmError,
 )
 
 
@@ -154,6 +157,7 @@ class Run[Config: RunConfig]:
         command: the command line, for the report.
         inputs: fingerprints of data, models, code and tasks, by option.
         best: its best model, and whether the run ends early.
+        watch: the rules that its steps are held against.
     """
 
     config: Config
@@ -165,6 +169,7 @@ class Run[Config: RunConfig]:
     command: str
     inputs: Mapping[str, Fingerprint]
     best: Best
+    watch: Watch
 
     def open_metrics(self, resume_step: int) -> MetricsLog | NoLog:
         """Opens the metrics log, cut back to a step; -1 for a new run.
@@ -279,6 +284,7 @@ def open_run[Config: RunConfig](
     table: MemoryTable = []
     with ExitStack() as stack:
         stack.enter_context(warnings_shown(console))
+        watch = open_watch(config)
         stack.enter_context(memory_errors(table))
         check_same_program(config)
         stack.enter_context(locked(directory.path, command))
@@ -345,6 +351,7 @@ def open_run[Config: RunConfig](
             command,
             inputs,
             Best(config, directory),
+            watch,
         )
         if checkpoints.latest() is None and model.preset:
             run = _with_initial(run, warm_start)

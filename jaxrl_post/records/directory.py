@@ -82,6 +82,21 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def alarms(self) -> Path:
+        """One row per alarm, see `alarms.AlarmLog`."""
+        return self.path / "alarms.jsonl"
+
+    @property
+    def evidence(self) -> Path:
+        """Folder of what rules with the action "keep" keep: a folder per alarm."""
+        return self.path / "alarms"
+
+    @property
+    def paused(self) -> Path:
+        """A file that stands there while the run waits for a person."""
+        return self.path / "paused.json"
+
+    @property
     def rollouts(self) -> Path:
         """Folder of one file per step, see `rollouts.RolloutLog`."""
         return self.path / "rollouts"

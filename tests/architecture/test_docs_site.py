@@ -12,6 +12,8 @@ from mkdocs.exceptions import Abort
 
 from jaxrl_post.config.fields import fields_of
 from jaxrl_post.records.metric_table import rows
+from jaxrl_post.watch.bounds import BOUNDS, Condition
+from jaxrl_post.watch.rule import default_rules
 from launch.names import names
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,42 @@ def test_the_page_of_the_metrics_has_every_metric():
     page = PAGES.metrics_tables()
     assert all(f"| `{name}`<br>" in page for name in rows())
     assert "jaxrl_post_generated_tokens_total" in PAGES.served_table()
+
+
+def test_the_page_of_the_rules_has_every_rule():
+    page = PAGES.rules_tables()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for rule, row in zip(default_rules(), rows, strict=True):
+        assert row.startswith(f"| `{rule.name}`<br>")
+        for condition in rule.conditions:
+            assert f"`{condition.metric}`" in row
+        for text in (rule.means, rule.causes, rule.look):
+            assert PAGES._cell(text) in row
+    assert page.count("\n### ") == len({*page.split("\n### ")[1:]}) > 3
+    assert "<!-- rules -->" in (ROOT / "docs/watch.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_a_bound_is_told_in_words(kind):
+    told = PAGES.bound(Condition("a/b", kind, 2.0, past=8))
+    assert told.startswith("`a/b` ")
+    assert " 2" in told
+    assert "{" not in told
+    assert ("8 values" in told) == (kind not in ("above", "below", "equals"))
+
+
+def test_the_rest_of_a_condition_is_told_too():
+    told = PAGES.bound(
+        Condition(
+            "a<b|c>", "times", 3.0, per="d/e", least=0.5, known=2, after=5, past=7
+        )
+    )
+    assert told == (
+        "`a<b|c>` / `d/e` above 3 times the median of the 7 values before, by more "
+        "than 0.5, with at least 2 before, after the first 5"
+    )
+    told = PAGES.bound(Condition("a", "above", "mismatch.warn"))
+    assert told == "`a` above `--mismatch.warn`"
 
 
 def test_the_page_of_the_names_has_every_name():

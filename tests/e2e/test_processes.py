@@ -20,11 +20,12 @@ from jaxrl_post.records.directory import read_rows
 from launch.several import AGAIN
 from tests.e2e.conftest import EPISODES, QUICK, programs
 from tests.hub_server import Hub, serving
+from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 
 # Metrics of a clock, and of programs that were compiled.
-OWN = ("time/", "throughput/")
+OWN = UNSTEADY
 DEADLINE_S = 1200
 # Options of the programs that read a data set.
 READS = (

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_post.records.directory import read_rows
 from tests.e2e.conftest import EPISODES, QUICK
+from tests.steady import UNSTEADY
 
 STEPS = 24
 # Every part that has state: updates from an earlier policy, groups that wait, and a
@@ -125,7 +126,7 @@ def assert_that_kills_change_nothing(
     assert [row["step"] for row in rows(broken)] == list(range(steps + 1))
     for one, other in zip(rows(whole), rows(broken), strict=True):
         for name, value in one["metrics"].items():
-            if not name.startswith(("time/", "throughput/")):
+            if not name.startswith(UNSTEADY):
                 assert other["metrics"][name] == value, (one["step"], name)
     written, again = (
         {p.name: p.read_bytes() for p in (run / "rollouts").iterdir()}

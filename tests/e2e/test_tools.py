@@ -10,6 +10,7 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
+from tests.steady import UNSTEADY
 
 SMALL = (
     "--recipe=lookup",
@@ -36,7 +37,7 @@ def measured(run) -> dict[int, dict[str, float]]:
         row["step"]: {
             name: value
             for name, value in row["metrics"].items()
-            if not name.startswith(("time/", "memory/"))
+            if not name.startswith(("memory/", *UNSTEADY))
             and "seconds" not in name
             and "per_second" not in name
         }

@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 
 from jaxrl_post.config.data import DataConfig
+from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.run import WatchConfig
 from jaxrl_post.envs import Answer
 from jaxrl_post.examples.environment import make_environment
+from jaxrl_post.programs.watching.guard import open_watch
 from launch import cli
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +78,7 @@ def test_blocks_are_found():
         fences = len(re.findall(r"^ *```", text, re.MULTILINE))
         assert fences == 2 * sum(page == name for page, *_ in BLOCKS), name
     languages = {language for _, language, _ in BLOCKS}
-    assert languages <= {"", "sh", "python", "json", "jsonl"}
+    assert languages <= {"", "sh", "python", "json", "jsonl", "toml"}
 
 
 def test_every_line_of_shell_is_known():
@@ -130,6 +133,11 @@ def test_a_command_is_taken(name, line, tmp_path, monkeypatch):
         (tmp_path / file).write_text("".join(shown) or "{}", encoding="utf-8")
         for data in re.findall(r"path: (\w+\.jsonl)", "".join(shown)):
             (tmp_path / data).touch()
+    for file in re.findall(r"--watch\.rules[ =](\S+)", line):
+        [rules] = [code for page, code in of("toml") if page == name]
+        (tmp_path / file).write_text(rules, encoding="utf-8")
+    for file in re.findall(r"--watch\.webhook[ =](\S+)", line):
+        (tmp_path / file).write_text("https://example.com/hook", encoding="utf-8")
     # The model of `make smollm2`.
     (tmp_path / "models/SmolLM2-135M-Instruct").mkdir(parents=True, exist_ok=True)
     words = shlex.split(line.replace("$index &", "1"), comments=True)
@@ -152,6 +160,19 @@ def test_json_is_json(name, code):
         for line in code.splitlines():
             if line.strip() and line.strip() != "...":
                 json.loads(line)
+
+
+@pytest.mark.parametrize(("name", "code"), of("toml"), ids=lambda each: each[:40])
+def test_rules_are_read(name, code, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for page, python in of("python"):
+        file = re.match(r"# (\w+)\.py\n", python)
+        if page == name and file is not None:
+            (tmp_path / f"{file[1]}.py").write_text(python, encoding="utf-8")
+    path = tmp_path / "rules.toml"
+    path.write_text(code, encoding="utf-8")
+    watch = open_watch(RLConfig(watch=WatchConfig(rules=str(path))))
+    assert tomllib.loads(code).keys() <= {rule.name for rule in watch.rules}
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in of("python")}))

@@ -20,6 +20,7 @@ from launch.names import PROGRAMS, options_of, program_of
 ROOT = Path(__file__).parents[2]
 
 HOW_TO = "docs/how-to"
+WATCH = "docs/watch.md"
 NOT = "docs/reference/what-there-is-not.md"
 
 # A word, and what its help must name: an option, a program or a page.
@@ -111,7 +112,18 @@ LOOKED_FOR = [
     ("mlflow", f"{HOW_TO}/runs.md#callbacks"),
     ("log_completions", "--log-samples"),
     ("weave", f"{HOW_TO}/runs.md#look-into-steps"),
-    ("prometheus", f"{NOT}#runs"),
+    ("prometheus", "--watch.listen"),
+    ("prometheus", WATCH),
+    ("metrics_server", "--watch.listen"),
+    ("alarm", WATCH),
+    ("alert", "--watch.rules"),
+    ("watch", "--watch.off"),
+    ("monitoring", WATCH),
+    ("webhook", "--watch.webhook"),
+    ("slack", "--watch.webhook"),
+    ("grader", "--eval.graders"),
+    ("grader", "docs/tutorials/your-reward.md"),
+    ("held-out-grader", f"{WATCH}#held-out-graders"),
     ("profiler", "--profile"),
     ("debugger", f"{NOT}#runs"),
     ("eval.interval", "--eval.every"),

@@ -18,6 +18,7 @@ from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
 from tests.rollout.test_batch import turns_of
+from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 
@@ -34,7 +35,7 @@ def judges(coin) -> Iterator[WorkerPool]:
 
 
 def facts(metrics: dict[str, float]) -> dict[str, float]:
-    clocks = ("time/", "throughput/")
+    clocks = UNSTEADY
     return {k: v for k, v in metrics.items() if not k.startswith(clocks)}
 
 

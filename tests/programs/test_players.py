@@ -68,7 +68,7 @@ def test_the_tokens_of_a_player_have_the_sign_of_its_result(credit):
     with training(GAME, CONFIG) as trainer:
         groups, _ = groups_of(trainer)
         trainer.updater.config = dataclasses.replace(CONFIG, algorithm=algorithm)
-        made, _ = trainer.updater.sequences(groups)
+        made, *_ = trainer.updater.sequences(groups)
     episodes = [episode for group in groups for episode in group.episodes]
     assert len(made) == 2 * len(episodes)
     differ = 0

@@ -39,6 +39,7 @@ from tests.programs.trainers import (
     make_model,
     make_trainer,
 )
+from tests.steady import UNSTEADY
 from tests.tiers import daily
 
 KL = "policy/kl_to_reference"
@@ -87,7 +88,7 @@ def test_a_snapshot_between_two_synchronisations_holds_the_reference(
     assert other.updater.state.reference is None
     for number in (5, 6):
         (metrics, _), (again, _) = trainer.step(number), other.step(number)
-        named = {n for n in metrics if not n.startswith(("time/", "throughput/"))}
+        named = {n for n in metrics if not n.startswith(UNSTEADY)}
         assert {n: metrics[n] for n in named} == {n: again[n] for n in named}
     assert_same(trainer.snapshot(), other.snapshot())
 
@@ -130,7 +131,7 @@ def metrics_of(config: PreferenceConfig) -> list[dict[str, float]]:
         {
             name: value
             for name, value in row["metrics"].items()
-            if not name.startswith(("time/", "throughput/"))
+            if not name.startswith(UNSTEADY)
         }
         for row in read_rows(Path(config.run_dir) / "metrics.jsonl")
     ]

@@ -21,12 +21,13 @@ from jaxrl_post.records.directory import read_rows
 from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.records.tracing import Tracing
 from tests.programs.trainers import CONFIG, RL, make_model
+from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 
 STEPS = 4
 # Metrics that are of a process, or of its clock.
-OWN = ("time/", "throughput/")
+OWN = UNSTEADY
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import jaxrl_post
 from jaxrl_post.config.fields import fields_of
 from jaxrl_post.records.metric_table import row_of, rows
-from jaxrl_post.records.report.panels import PHASES, SECTIONS, SPEED, STACKS
+from jaxrl_post.records.report.panels import MACHINE, PHASES, SECTIONS, SPEED, STACKS
 from launch import distill, dpo, grpo, ppo, reward, sft
 
 PACKAGE = Path(jaxrl_post.__path__[0])
@@ -176,7 +176,8 @@ def test_the_metrics_in_the_rows_exist():
 
 
 def test_every_chart_of_the_report_is_of_a_metric_with_a_row():
-    panels = [panel for _, found in SECTIONS for panel in found] + [*SPEED]
+    panels = [panel for _, found in SECTIONS for panel in found]
+    panels += [*SPEED, *MACHINE]
     assert all(panel.unit for panel in panels)
     layers = [
         layer for found in STACKS.values() for stack in found for layer in stack.layers

@@ -14,6 +14,7 @@ from importlib import resources
 import pytest
 
 from jaxrl_post.envs.tools import ERROR_KINDS
+from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
@@ -131,6 +132,15 @@ def log_samples(directory: RunDirectory, rows: dict[int, list[Sample]]) -> None:
     with SampleLog(directory) as log:
         for step, samples in rows.items():
             log.write(step, samples)
+
+
+def log_alarms(directory: RunDirectory, *alarms: dict[str, object]) -> None:
+    """Logs rows of `watch.alarms.Alarm.to_json`, each with changes of one."""
+    texts = {"means": "It is high.", "causes": "Many.", "look": "Look here."}
+    row = {"rule": "high", "action": "warn", "evidence": "a 2, above 1", **texts}
+    with AlarmLog(directory) as log:
+        for each in alarms:
+            log.write(each["step"], [{"first": each["step"], **row, **each}])
 
 
 def packaged(name: str) -> str:
@@ -433,6 +443,78 @@ def test_without_tools_there_is_no_such_section(directory):
     assert page.headings == ["Loss"]
 
 
+def test_alarms_stand_by_rule_before_the_charts(directory):
+    log_metrics(directory, {step: {"train/loss": 0.5} for step in range(1, 10)})
+    log_alarms(
+        directory,
+        {"step": 2, "rule": "low", "action": "stop", "evidence": "b 0, below 1"},
+        {"step": 4, "first": 2},
+        {"step": 9, "first": 7, "evidence": "a 3, above 1"},
+    )
+    html, page = read(directory)
+    assert headings_of(html) == ["Alarms", "Optimization"]
+    assert page.headings == ["low", "high ", "Loss"]
+    cells = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", html)
+    runbook = [("Meaning", "It is high."), ("Usual causes", "Many.")]
+    runbook += [("Look at", "Look here.")]
+    assert cells == [
+        *(*runbook, ("Step 2", "b 0, below 1")),
+        *(*runbook, ("Steps 2 to 4", "a 2, above 1")),
+        ("Steps 7 to 9", "a 3, above 1"),
+    ]
+    assert "2 alarms" in page.words
+    assert "action: stop" in page.words
+    assert not any("more in alarms.jsonl" in words for words in page.words)
+
+
+def test_of_many_alarms_each_rule_has_its_first(directory):
+    log_metrics(directory, {step: {} for step in range(100)})
+    many = ({"step": step} for step in range(70))
+    log_alarms(directory, *many, {"step": 70, "rule": "late"})
+    html, page = read(directory)
+    assert page.headings == ["high ", "late"]
+    assert len(re.findall("<th>Step ", html)) == 50
+    assert "70 alarms" in page.words
+    assert "21 more in alarms.jsonl." in page.words
+
+
+@pytest.mark.parametrize(("metrics", "said"), [({"watch/alarms": 0.0}, 1), ({}, 0)])
+def test_a_watched_run_says_that_it_has_no_alarms(directory, metrics, said):
+    log_metrics(directory, {1: {"train/loss": 0.5, **metrics}})
+    html, page = read(directory)
+    assert page.words.count("No alarms.") == said
+    assert headings_of(html) == ["Optimization"]
+
+
+def test_what_is_watched_has_charts(directory):
+    rows: dict[int, dict[str, float]] = {
+        step: {
+            "grader/strict": 0.5,
+            "grader/mine": 0.25,
+            "grader_gap/strict": 0.25,
+            "eval/grader/strict": 0.5,
+            "correlation/length": 0.5,
+            "watch/alarms": step - 1.0,
+            "audit/unsampled": 0.0,
+            "audit/misplaced": 0.125,
+            "host/memory_bytes": 1e9,
+        }
+        for step in (1, 2)
+    }
+    log_metrics(directory, rows)
+    html, page = read(directory)
+    # Nothing is left for "Other metrics".
+    assert headings_of(html) == ["Watch", "Machine"]
+    assert page.headings == [
+        *("Score by mine", "Score by strict", "Reward minus strict"),
+        *("Held-out score by strict", "Reward and length"),
+        *("Raised rules", "Batch against episodes", "Memory of process 0"),
+    ]
+    legend = re.findall(r"</i>([\w ]+) <span>(.*?)</span>", html)
+    assert legend == [("raised", "100.0%"), ("misplaced", "100.0%")]
+    assert "<h3>Batch against episodes</h3><b>12.5%</b>" in html
+
+
 def test_failed_rollouts_have_kinds(directory):
     rows = {
         1: {"rollout/failed": 0.0},
@@ -529,6 +611,8 @@ def test_nothing_that_a_model_or_a_user_writes_becomes_markup(directory):
     log_metrics(directory, {1: {ATTACK: 0.5}, 2: {ATTACK: math.nan}})
     attacker = sample(1, ATTACK, prompt=ATTACK, completion=ATTACK, finish_reason=ATTACK)
     log_samples(directory, {1: [attacker], 2: [attacker]})
+    names = ("rule", "action", "evidence", "means", "causes", "look")
+    log_alarms(directory, {"step": 1, **dict.fromkeys(names, ATTACK)})
     _, page = read(directory, title=ATTACK)
     assert page.tags <= {
         *("html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3"),
@@ -539,7 +623,7 @@ def test_nothing_that_a_model_or_a_user_writes_becomes_markup(directory):
     assert not {name for name in page.attributes if name.startswith("on")}
     assert not page.attributes & {"href", "src", "srcdoc", "action"}
     # It is still there to be read, in each place where it was written.
-    assert page.text.count(ATTACK) >= 12
+    assert page.text.count(ATTACK) >= 18
     # No script but the page's own, and no text of the run in what Plotly draws.
     assert page.programs == [packaged("plotly-basic.min.js"), packaged("draw.js")]
     assert len(page.figures) == 1

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_post.jsonl import json_file
+from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.report.alarms import RAISED
 from jaxrl_post.records.report.charts import Point
 from jaxrl_post.records.report.panels import STEP_TIME
 from jaxrl_post.records.report.work import Work, read_work
@@ -34,7 +36,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class History:
-    """The data of a report: metrics, description, samples, best.json, timeline."""
+    """The data of a report: metrics, description, samples, other files of the run.
+
+    `alarms` has the rows of alarms.jsonl, and is None for a run without a watch.
+    """
 
     steps: list[int]
     times: list[float]
@@ -44,6 +49,7 @@ class History:
     trained: list[dict[str, Any]]
     best: Mapping[str, Any] | None = None
     work: Work | None = None
+    alarms: list[dict[str, Any]] | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -85,7 +91,19 @@ def read_history(directory: RunDirectory) -> History:
     if directory.timeline.exists():
         lengths = dict(curves.get(STEP_TIME, Curve()).points)
         work = read_work(directory.timeline, lengths)
-    return History(steps, times, curves, description, examples, trained, best, work)
+    alarms = read_alarms(directory)
+    watched = bool(alarms) or RAISED in curves
+    return History(
+        steps,
+        times,
+        curves,
+        description,
+        examples,
+        trained,
+        best,
+        work,
+        alarms if watched else None,
+    )
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -23,10 +23,12 @@ from jaxrl_post.records.metric_table import (
     row_of,
 )
 from jaxrl_post.records.report import charts
+from jaxrl_post.records.report.alarms import alarms_of
 from jaxrl_post.records.report.history import Curve, History
 from jaxrl_post.records.report.panels import (
     FAILED,
     IDLE,
+    MACHINE,
     PHASES,
     SECTIONS,
     SPEED,
@@ -34,6 +36,7 @@ from jaxrl_post.records.report.panels import (
     STEP_TIME,
     Panel,
     Stack,
+    named,
 )
 from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.report.work import Work
@@ -70,6 +73,7 @@ def page(title: str, history: History) -> str:
         facts=_facts(history.description),
         command=history.description.get("command", ""),
         tiles=list(_tiles(history)),
+        alarms=None if history.alarms is None else alarms_of(history.alarms),
         sections=[*_sections(history)],
         others=_others(history),
         examples=[[_sample(row, scale) for row in rows] for rows in history.examples],
@@ -200,7 +204,7 @@ def _change(
 
 
 def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
-    for name, panels in (*SECTIONS, ("Time", SPEED)):
+    for name, panels in (*SECTIONS, ("Time", SPEED), ("Machine", MACHINE)):
         figures = list(_figures(panels, history))
         if name == "Time":
             figures = [*_phases(history), *figures]
@@ -239,7 +243,7 @@ def _work(work: Work) -> Iterator[Values]:
 
 
 def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
-    for panel in panels:
+    for panel in (each for wide in panels for each in named(wide, history.curves)):
         curve = history.curves.get(panel.metric, Curve())
         if not curve.points and not curve.missing:
             continue
@@ -348,11 +352,10 @@ def _layers(history: History) -> tuple[list[int], list[tuple[str, list[float]]]]
 
 
 def _others(history: History) -> Values:
-    shown = {panel.metric for _, panels in SECTIONS for panel in panels}
-    shown |= {metric for metric, _ in PHASES} | {
-        STEP_TIME,
-        *(panel.metric for panel in SPEED),
-    }
+    known = [panel for _, panels in SECTIONS for panel in panels]
+    known += [*SPEED, *MACHINE]
+    shown = {each.metric for wide in known for each in named(wide, history.curves)}
+    shown |= {metric for metric, _ in PHASES} | {STEP_TIME}
     stacks = [stack for found in STACKS.values() for stack in found]
     shown |= {metric for stack in stacks for metric, _ in stack.layers}
     if history.work is not None:

@@ -1,7 +1,8 @@
 """The metrics that a report charts, by heading."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from jaxrl_post.records import notation
 from jaxrl_post.records.metric_table import (
@@ -16,6 +17,7 @@ from jaxrl_post.records.metric_table import (
 __all__ = [
     "FAILED",
     "IDLE",
+    "MACHINE",
     "PHASES",
     "SECTIONS",
     "SPEED",
@@ -23,6 +25,7 @@ __all__ = [
     "STEP_TIME",
     "Panel",
     "Stack",
+    "named",
 ]
 
 STEP_TIME = "time/step"
@@ -31,7 +34,10 @@ FAILED = "rollout/failed"
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric's chart: its title, and the format of its values."""
+    """One metric's chart: its title, and the format of its values.
+
+    `<name>` in metric and title stands for any name, each with a chart of its own.
+    """
 
     metric: str
     title: str
@@ -46,6 +52,22 @@ class Panel:
         """The metric's unit; empty for a metric that metrics.toml does not have."""
         row = row_of(self.metric)
         return "" if row is None else row.unit
+
+
+def named(panel: Panel, metrics: Iterable[str]) -> Iterator[Panel]:
+    """Yields a panel for each metric for which the panel's `<name>` stands.
+
+    >>> [each.title for each in named(Panel("a/<name>", "A of <name>"), ["a/b", "c"])]
+    ['A of b']
+    """
+    before, hole, _ = panel.metric.partition("<name>")
+    if not hole:
+        yield panel
+        return
+    for metric in sorted(metrics):
+        if re.fullmatch(rf"{re.escape(before)}[^/]+", metric):
+            title = panel.title.replace(hole, metric.removeprefix(before))
+            yield replace(panel, metric=metric, title=title)
 
 
 @dataclass(frozen=True)
@@ -165,6 +187,23 @@ SECTIONS = (
             Panel(FAILED, "Failed rollouts", smoothed=False),
         ),
     ),
+    (
+        "Watch",
+        (
+            Panel("grader/<name>", "Score by <name>"),
+            Panel("grader_gap/<name>", "Reward minus <name>"),
+            Panel("eval/grader/<name>", "Held-out score by <name>", smoothed=False),
+            Panel("grader_failed/<name>", "Not graded by <name>", notation.percent),
+            Panel("time/graders", "Time of graders", notation.duration),
+            Panel("correlation/length", "Reward and length"),
+            Panel("correlation/repetition", "Reward and repetition"),
+            Panel("correlation/echo", "Reward and echo"),
+            Panel("correlation/injection", "Reward and injection"),
+            Panel("rollout/repetition", "Repetition"),
+            Panel("rollout/echo", "Echo of the prompt"),
+            Panel("rollout/addressed", "Answers to a judge", notation.percent),
+        ),
+    ),
 )
 # Charts at the end of the sections.
 STACKS = {
@@ -221,6 +260,26 @@ STACKS = {
             ),
         ),
     ),
+    "Watch": (
+        Stack(
+            "Raised rules",
+            "watch/alarms, mean of all steps",
+            (("watch/alarms", "raised"),),
+        ),
+        Stack(
+            "Batch against episodes",
+            "audit/*, shares, mean of all steps",
+            (
+                ("audit/retokenized", "retokenized"),
+                ("audit/unsampled", "unsampled"),
+                ("audit/untrained", "untrained"),
+                ("audit/stops_untrained", "stops untrained"),
+                ("audit/misplaced", "misplaced"),
+                ("audit/advantage", "advantage"),
+            ),
+            form=notation.percent,
+        ),
+    ),
 }
 PHASES = (
     ("time/data", "data"),
@@ -248,4 +307,11 @@ SPEED = (
         "Training programs",
         smoothed=False,
     ),
+)
+# In runs with a watch.
+MACHINE = (
+    Panel("host/memory_bytes", "Memory of process 0", width="half"),
+    Panel("host/memory_share", "Memory taken", notation.percent, width="half"),
+    Panel("host/disk_free_bytes", "Free on the disk", width="half"),
+    Panel("host/disk_checkpoints", "Room for checkpoints", width="half"),
 )

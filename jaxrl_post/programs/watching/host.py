@@ -1,0 +1,61 @@
+"""Measures the machine of a run: memory and disk."""
+
+import os
+from pathlib import Path
+
+from jaxrl_post.files import free_bytes
+
+__all__ = ["host_metrics"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_metrics(directory: Path, checkpoint_bytes: int) -> dict[str, float]:
+    """Measures the memory of this process, of the machine, and the room on the disk.
+
+    Where the system does not tell a value, it is left out.
+
+    Args:
+        directory: on the disk.
+        checkpoint_bytes: size of a checkpoint; 0 if it is not known.
+    """
+    found = dict[str, float]()
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["host/memory_bytes"] = float(pages * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError):
+        pass
+    shares = [share for share in (_machine(), _container()) if share is not None]
+    if shares:
+        found["host/memory_share"] = max(shares)
+    try:
+        free = free_bytes(directory)
+    except OSError:
+        return found
+    found["host/disk_free_bytes"] = float(free)
+    if checkpoint_bytes:
+        found["host/disk_checkpoints"] = free / checkpoint_bytes
+    return found
+
+
+def _machine() -> float | None:
+    """Share of the machine's memory that is taken."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _container() -> float | None:
+    """Share of the container's limit that is taken; None without a limit."""
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        taken = int((_CGROUP / "memory.current").read_text())
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        counts = {line.split()[0]: int(line.split()[1]) for line in lines}
+        # Files that the system drops when it needs their memory.
+        return (taken - counts.get("inactive_file", 0)) / limit
+    except (OSError, ValueError, IndexError, ZeroDivisionError):
+        return None
