@@ -88,9 +88,13 @@ def main(program: Program[Any], arguments: list[str] | None = None) -> int:
 
     def load() -> tuple[Callable[..., object], tuple[type[Exception], ...]]:
         run, errors = program.load()
+        from jaxrl_post.programs.build.compile_cache import compile_cache
 
         def train(config: Any, *, console: Console, command: str) -> None:
-            with several(config.processes, console, errors) as shown:
+            with (
+                several(config.processes, console, errors) as shown,
+                compile_cache(config.compile_cache, os.environ, shown),
+            ):
                 # Not before: connecting takes SIGTERM for JAX's own use.
                 stop = Stop(console)
                 outcome: Any = run(

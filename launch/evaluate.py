@@ -1,5 +1,6 @@
 """Held-out accuracy of a model: `python -m launch.evaluate --model runs/demo/model`."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from launch.several import several
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """Imports the function that does the work, as `Program.load`."""
+    from jaxrl_post.programs.build.compile_cache import compile_cache
     from jaxrl_post.programs.evaluate import run_evaluation
     from jaxrl_post.programs.experience import SAMPLING_ERRORS
     from jaxrl_post.programs.run import RUN_ERRORS
@@ -21,7 +23,10 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     errors = (*RUN_ERRORS, *SAMPLING_ERRORS)
 
     def evaluate(config: EvaluateConfig, *, console: Console, command: str) -> None:
-        with several(config.processes, console, errors) as shown:
+        with (
+            several(config.processes, console, errors) as shown,
+            compile_cache(config.compile_cache, os.environ, shown),
+        ):
             run_evaluation(config, console=shown, command=command)
 
     return evaluate, errors

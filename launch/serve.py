@@ -1,5 +1,7 @@
 """A model behind OpenAI's API: `python -m launch.serve --model runs/demo/model`."""
 
+import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +15,17 @@ from launch.several import several
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """Imports the function that does the work, as `Program.load`."""
+    from jaxrl_post.programs.build.compile_cache import compile_cache
     from jaxrl_post.programs.run import RUN_ERRORS
     from jaxrl_post.programs.serve import run_server
 
     def serve(config: ServeConfig, *, console: Console, command: str) -> None:
+        cached = functools.partial(compile_cache, config.compile_cache, os.environ)
         if config.follow is None:
-            run_server(config, console=console, command=command)
+            with cached(console):
+                run_server(config, console=console, command=command)
             return
-        with several(config.processes, console, RUN_ERRORS) as shown:
+        with several(config.processes, console, RUN_ERRORS) as shown, cached(shown):
             run_server(config, console=shown, command=command)
 
     return serve, RUN_ERRORS

@@ -27,9 +27,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A program that an earlier test or an earlier run compiled is not compiled again.
 _CACHE = compiled.borrow()
 atexit.register(compiled.give_back, _CACHE)
+jax.config.update("jax_enable_compilation_cache", True)
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# Programs that tests start have a cache of their own, or none: by themselves they would
+# write to the user's. Workers of the tests inherit this, so they need the first update.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # How long an example takes is the machine's affair, and the first one compiles. The
 # examples are the same in every run, so that a test that passes keeps passing.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)

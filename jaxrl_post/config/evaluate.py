@@ -25,7 +25,7 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.paths import check_output, check_paths
 from jaxrl_post.config.rollout import check_judges
-from jaxrl_post.config.run import ProcessesConfig
+from jaxrl_post.config.run import CompileCacheConfig, ProcessesConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = [
@@ -105,6 +105,7 @@ class EvaluateConfig:
         deadline_s: most seconds for the whole evaluation.
         processes: the processes of the evaluation, if there are several. Each executes
             the same command; process 0 writes.
+        compile_cache: where compiled programs are kept for the next start.
         output: JSON file for the results; the completions are written to a file in the
             same folder whose name ends in .completions.jsonl. None writes nothing.
     """
@@ -143,6 +144,7 @@ class EvaluateConfig:
     reward_memory_gib: Annotated[float | None, POSITIVE] = None
     deadline_s: Annotated[float, POSITIVE] = 24 * 3600.0
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
+    compile_cache: CompileCacheConfig = field(default_factory=CompileCacheConfig)
     output: str | None = None
 
 

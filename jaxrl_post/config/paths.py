@@ -82,6 +82,7 @@ def check_paths(config: Any) -> None:
     Raises:
         ConfigError: names the option and the path.
     """
+    _check_cache(value_of(config, "compile_cache.path"))
     for name in (*FILES, *MODELS):
         path = value_of(config, name)
         if not isinstance(path, str):
@@ -133,6 +134,20 @@ def check_output(path: Path, option: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder))
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+
+def _check_cache(path: str | None) -> None:
+    """Refuses what is no local directory; one that fails only ends the caching."""
+    if path == "":
+        raise ConfigError(
+            "--compile-cache.path: is empty; give a directory, auto or off"
+        )
+    if path is not None and "://" in path:
+        raise ConfigError(
+            "--compile-cache.path: must be a directory of the file system, auto or "
+            f"off; got {path!r}. Drop the option and set JAX_COMPILATION_CACHE_DIR to "
+            "have JAX use this place"
+        )
 
 
 def _stat_if_there(path: str) -> None:

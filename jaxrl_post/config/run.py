@@ -24,6 +24,7 @@ from jaxrl_post.specs import check_takes, imported
 
 __all__ = [
     "CheckpointConfig",
+    "CompileCacheConfig",
     "EvalConfig",
     "ProcessesConfig",
     "RunConfig",
@@ -215,6 +216,25 @@ class ProcessesConfig:
 
 
 @dataclass(frozen=True)
+class CompileCacheConfig:
+    """The place of compiled programs, which the next start need not compile again.
+
+    Attributes:
+        path: "auto", the directory of JAX_COMPILATION_CACHE_DIR as it is if that is
+            set, else jaxrl_post/xla below $XDG_CACHE_HOME or ~/.cache; "off", no cache;
+            or another directory. Users who can write there can have this program
+            execute their code. Several processes use a directory that all of them see;
+            on GPUs "auto" is then "off".
+        max_gib: most GiB of compiled programs at the start of this one: those that were
+            not used for longest are removed. It does not bound a directory of
+            JAX_COMPILATION_CACHE_DIR.
+    """
+
+    path: str = "auto"
+    max_gib: Annotated[float, POSITIVE] = 5.0
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The options that all training programs share.
 
@@ -267,6 +287,7 @@ class RunConfig:
         callbacks: functions, each a <module>:<function>, that are called at the start,
             after each step and each evaluation, and at the end.
         processes: the processes of the run, if there are several.
+        compile_cache: where compiled programs are kept for the next start.
     """
 
     run_dir: Annotated[str | None, FREE] = None
@@ -300,6 +321,9 @@ class RunConfig:
     watch: Annotated[WatchConfig, FREE] = field(default_factory=WatchConfig)
     callbacks: Annotated[tuple[str, ...], FREE] = ()
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)
+    compile_cache: Annotated[CompileCacheConfig, FREE] = field(
+        default_factory=CompileCacheConfig
+    )
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:

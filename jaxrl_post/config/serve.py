@@ -19,7 +19,7 @@ from jaxrl_post.config.fields import (
     check_numbers,
 )
 from jaxrl_post.config.paths import check_paths
-from jaxrl_post.config.run import ProcessesConfig
+from jaxrl_post.config.run import CompileCacheConfig, ProcessesConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = [
@@ -33,8 +33,8 @@ __all__ = [
 
 # Options that a sampler of a training run reads.
 FOLLOWING = {
-    "api_key_file", "follow", "follow_wait_s", "host", "mesh", "name", "port",
-    "processes",
+    "api_key_file", "compile_cache", "follow", "follow_wait_s", "host", "mesh", "name",
+    "port", "processes",
 }  # fmt: skip
 
 
@@ -49,8 +49,8 @@ class ServeConfig:
         follow: address of a trainer that was started with --samplers any:N, or the
             directory of its run, which need not be there yet. This process then samples
             for that run, with the trainer's model and options of sampling; of the
-            options here `mesh`, `name`, `host`, `port`, `processes` and `api_key_file`
-            (the trainer's --fleet.key-file) apply.
+            options here `mesh`, `name`, `host`, `port`, `processes`, `compile_cache`
+            and `api_key_file` (the trainer's --fleet.key-file) apply.
         follow_wait_s: seconds for which such a trainer may be away, such as while it
             resumes from a checkpoint.
         step: step of the run whose checkpoint is read; None for the model of a finished
@@ -97,6 +97,7 @@ class ServeConfig:
         dtype: dtype of the parameters; None for the checkpoint's own.
         vision: whether the model gets the pictures of messages, by its vision tower.
         processes: the processes of a sampler on several hosts, with `follow`.
+        compile_cache: where compiled programs are kept for the next start.
     """
 
     model: str = ""
@@ -129,6 +130,7 @@ class ServeConfig:
     dtype: Literal["float32", "bfloat16"] | None = None
     vision: bool = False
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
+    compile_cache: CompileCacheConfig = field(default_factory=CompileCacheConfig)
 
 
 def check_server(config: ServeConfig) -> None:
@@ -251,6 +253,7 @@ class ChatConfig:
             ep, cp, tp); by default all devices are on dp.
         dtype: dtype of the parameters; None for the checkpoint's own.
         vision: whether the model gets the pictures of messages, by its vision tower.
+        compile_cache: where compiled programs are kept for the next start.
     """
 
     model: str
@@ -272,6 +275,7 @@ class ChatConfig:
     mesh: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
     vision: bool = False
+    compile_cache: CompileCacheConfig = field(default_factory=CompileCacheConfig)
 
 
 def check_chat(config: ChatConfig) -> None:

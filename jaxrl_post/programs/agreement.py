@@ -9,7 +9,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxrl_post.learner.model import versions
 from jaxrl_post.records.lock import run_lock
 from jaxrl_post.sharding import processes
 
-__all__ = ["check_same_program", "check_same_state", "locked"]
+__all__ = ["check_same_program", "check_same_state", "locked", "unshared"]
 
 # Metrics that each process measures by its own clock.
 CLOCKS = ("time/", "throughput/", "idle/", "publish/", "fleet/")
@@ -87,12 +87,38 @@ def _check_shared(directory: Path) -> None:
     Raises:
         ConfigError: a process does not; the error names it, and its reason.
     """
+    problem = unshared(directory, "run directory")
+    if problem is not None:
+        raise ConfigError(
+            f"--run-dir: {problem}. All hosts must share it, for example by NFS, and "
+            "be able to write there"
+        )
+
+
+def unshared(directory: Path, name: str) -> str | None:
+    """Tells whether a process does not see, or cannot write to, the same directory.
+
+    All processes must call it.
+
+    Args:
+        directory: made by process 0.
+        name: of the directory, for errors of the exchanges.
+
+    Returns:
+        The first such process, and its reason; None if all share the directory, or
+        there is one process.
+
+    Raises:
+        ProcessesError: a process did not answer.
+
+    >>> unshared(Path("any"), "run directory")
+    """
     if processes.count() == 1:
-        return
-    token = processes.agree("run directory", secrets.token_hex(8))
+        return None
+    token = processes.agree(name, secrets.token_hex(8))
     probe = directory / f".process-{processes.index()}-{token}"
     problem = _written(probe)
-    problems = processes.exchange("write to the run directory", problem)
+    problems = processes.exchange(f"write to the {name}", problem)
     if not any(problems):
         # Every process must find what all others wrote.
         missing = [
@@ -102,14 +128,13 @@ def _check_shared(directory: Path) -> None:
         ]
         if missing:
             problem = f"it does not see the files of process {missing[0]} there"
-        problems = processes.exchange("read the run directory", problem)
-    probe.unlink(missing_ok=True)
+        problems = processes.exchange(f"read the {name}", problem)
+    with suppress(OSError):
+        probe.unlink(missing_ok=True)
     for number, found in enumerate(problems):
         if found:
-            raise ConfigError(
-                f"--run-dir: process {number} cannot use {directory}: {found}. All "
-                "hosts must share it, for example by NFS, and be able to write there"
-            )
+            return f"process {number} cannot use {directory}: {found}"
+    return None
 
 
 def _written(probe: Path) -> str | None:

@@ -85,6 +85,8 @@ TRAINING = {
     "processes.count": "at least 1, free",
     "processes.index": "at least 0, free",
     "processes.deadline_s": "greater than 0, free",
+    "compile_cache.path": "free",
+    "compile_cache.max_gib": "greater than 0, free",
     **under("optimizer", OPTIMIZER),
     **under("lora", LORA),
 }
@@ -207,6 +209,7 @@ RULES = {
         "processes.count": "at least 1",
         "processes.index": "at least 0",
         "processes.deadline_s": "greater than 0",
+        "compile_cache.max_gib": "greater than 0",
     },
     ChatConfig: {
         "step": "any",
@@ -218,6 +221,7 @@ RULES = {
         "min_p": "in [0, 1]",
         "max_tokens": "at least 0",
         "seed": "in [0, 4294967295]",
+        "compile_cache.max_gib": "greater than 0",
     },
     EvaluateConfig: {
         "step": "any",
@@ -241,6 +245,7 @@ RULES = {
         "processes.count": "at least 1",
         "processes.index": "at least 0",
         "processes.deadline_s": "greater than 0",
+        "compile_cache.max_gib": "greater than 0",
         "deadline_s": "greater than 0",
     },
     ConvertConfig: {

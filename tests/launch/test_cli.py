@@ -130,7 +130,7 @@ def test_help_of_a_word_shows_what_mentions_it(capsys):
     text, _, _ = helped(capsys, grpo, "--help", "--rollout.top-p=0.5")
     assert "--help all shows" in text  # an option of the command, no word
     _, found, _ = helped(capsys, grpo, "--help", "Grader")
-    assert found == ["--env"]
+    assert found == ["--env", "--eval.graders"]
     # Other options hold together with it.
     text, found, _ = helped(capsys, grpo, "--recipe", "sums", "--help", "max-tokens")
     assert "--rollout.max-tokens" in found

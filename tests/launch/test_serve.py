@@ -118,6 +118,7 @@ class Program:
                 "JAX_PLATFORMS": "cpu",
                 "HOME": str(self.cache),
                 "PATH": "/usr/bin:/bin",
+                "JAX_ENABLE_COMPILATION_CACHE": "true",
                 "JAX_COMPILATION_CACHE_DIR": str(self.cache),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             },

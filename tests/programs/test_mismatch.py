@@ -1,7 +1,6 @@
 """Bounds on the difference of sampler and trainer, which is 0 in exact mode."""
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,8 +10,11 @@ from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.rl import MismatchConfig
+from jaxrl_post.config.run import flattened
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.learner.learner import MismatchError
+from jaxrl_post.watch.alarms import RunWatch
+from jaxrl_post.watch.rule import default_rules
 from tests.programs.trainers import RL, make_trainer
 from tests.tiers import daily
 
@@ -137,7 +139,7 @@ def test_exact_mode_stops_at_the_first_difference(trainer):
     np.testing.assert_array_equal(before, updater.state.params.embedding)
 
 
-def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges, caplog):
+def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges):
     bounds = MismatchConfig(warn=1.05, stop=1.5)
     trainer = make_trainer(
         coin.Coin(), judges, dataclasses.replace(RL, mismatch=bounds)
@@ -153,14 +155,15 @@ def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges, caplog):
         return moved, metrics
 
     trainer.updater._minibatches = changed
-    with caplog.at_level(logging.WARNING):
-        trainer.step(1)
-        assert not caplog.records
-        shift = 0.2
-        metrics, _ = trainer.step(2)
+    trainer.step(1)
+    shift = 0.2
+    metrics, _ = trainer.step(2)
     assert metrics["mismatch/token_mult_prob_error"] == pytest.approx(np.exp(0.2), 1e-3)
-    assert "step 2, epoch 1, minibatch 1" in caplog.text
-    assert "--mismatch.warn is 1.05" in caplog.text
+    # The rule `mismatch` warns.
+    options = flattened(dataclasses.asdict(trainer.config))
+    rule = [rule for rule in default_rules() if rule.name == "mismatch"]
+    [alarm] = RunWatch(rule, options).look(2, metrics)
+    assert alarm.evidence == "mismatch/token_mult_prob_error 1.221, above 1.05"
     shift = 0.5
     with pytest.raises(MismatchError, match=r"step 3.*--mismatch.stop is 1\.5"):
         trainer.step(3)

@@ -19,6 +19,7 @@ __all__ = ["Public", "is_of_the_machine"]
 OF_THE_MACHINE = (
     "run_dir", "resume", "processes", "log", "log_project", "callbacks", "profile",
     "push_to_hub", "push_public", "log_rollouts", "rollout.judges", "rollout.serve",
+    "compile_cache",
 )  # fmt: skip
 HUB = "https://huggingface.co"
 SECRET = re.compile(r"(?i)(\b\w*(?:api_?key|\btoken|secret|password))=[^&\s]+")
