@@ -29,6 +29,8 @@ BOUNDS = {
     "{past} values before, {centre}",
     "falls": "{bound} robust standard deviations or more below the median of the "
     "{past} values before, {centre}",
+    "gains": "by {bound} or more above the mean of the first {known} values, {first}",
+    "loses": "by {bound} or more below the mean of the first {known} values, {first}",
     "climbs": "rising: the later half of {past} values has a mean {bound} standard "
     "errors or more above the mean of the earlier half",
     "sinks": "falling: the later half of {past} values has a mean {bound} standard "
@@ -36,8 +38,10 @@ BOUNDS = {
 }
 # Bounds that compare with earlier values, and those that compare two halves.
 RELATIVE, TRENDS = ("times", "share", "rises", "falls"), ("climbs", "sinks")
+# Bounds that compare with the beginning of the run.
+FIRST = ("gains", "loses")
 # For which the smallest of several values is the worst.
-LOW = ("below", "share", "falls", "sinks")
+LOW = ("below", "share", "falls", "loses", "sinks")
 # A normal distribution's standard deviation in median absolute deviations.
 ROBUST = 1.4826
 
@@ -62,7 +66,8 @@ class Condition:
         least: for the bounds against the past: smallest difference that counts, in the
             metric's unit, >= 0.
         past: number of values that make the median, or both halves of a trend.
-        known: fewest values before the bound is used.
+        known: fewest values before the bound is used; for the bounds against the
+            beginning, how many values it has.
         after: first values of the run that are left out.
     """
 
@@ -99,7 +104,7 @@ def check(condition: Condition, where: str) -> None:
         raise RuleError(f"{where}: times must be greater than 1; got {bound:g}")
     elif kind == "share" and not 0 < bound < 1:
         raise RuleError(f"{where}: share must be in (0, 1); got {bound:g}")
-    elif kind in ("rises", "falls", *TRENDS) and bound <= 0:
+    elif kind in ("rises", "falls", *FIRST, *TRENDS) and bound <= 0:
         raise RuleError(f"{where}: {kind} must be greater than 0; got {bound:g}")
     for key, low in (("past", 1), ("known", 1), ("after", 0), ("least", 0)):
         if (value := getattr(condition, key)) < low:
@@ -120,6 +125,8 @@ class Series:
     condition: Condition
     _count: int = field(default=0, init=False)
     _past: deque[float] = field(init=False)
+    # The first `known` values, for the bounds that compare with them.
+    _first: list[float] = field(default_factory=list, init=False)
     # The latest values that crossed the bound, which are no part of the past yet.
     _crossing: deque[float] = field(init=False)
 
@@ -140,6 +147,8 @@ class Series:
         if condition.kind in TRENDS:
             self._past.append(value)
             return self._moves()
+        if condition.kind in FIRST:
+            return self._apart(value)
         crossed = self._crosses(value)
         if condition.kind in RELATIVE:
             if crossed:
@@ -154,13 +163,31 @@ class Series:
                 self._past.append(value)
         return crossed
 
+    def _apart(self, value: float) -> bool:
+        """Whether the value lies apart from the first ones."""
+        condition = self.condition
+        assert not isinstance(condition.bound, str)
+        if len(self._first) < condition.known:
+            self._first.append(value)
+            return False
+        apart = value - statistics.fmean(self._first)
+        apart = apart if condition.kind == "gains" else -apart
+        return apart >= condition.bound
+
     def told(self) -> str:
         """The bound in words."""
+        first = f"{statistics.fmean(self._first):.4g}" if self._first else "none"
         centre = f"{statistics.median(self._past):.4g}" if self._past else "none"
         bound = self.condition.bound
         number = bound if isinstance(bound, str) else f"{bound:g}"
         text = BOUNDS[self.condition.kind]
-        return text.format(bound=number, past=len(self._past), centre=centre)
+        return text.format(
+            bound=number,
+            past=len(self._past),
+            centre=centre,
+            known=self.condition.known,
+            first=first,
+        )
 
     def _crosses(self, value: float) -> bool:
         condition, bound = self.condition, self.condition.bound

@@ -183,4 +183,4 @@ def test_a_reward_that_parts_from_its_grader_is_named():
         row = {"reward/mean": 0.3 + 0.5 * share, "grader/strict": 0.3 - 0.2 * share}
         row["grader_gap/strict"] = row["reward/mean"] - row["grader/strict"]
         names += [alarm.rule.name for alarm in watched.look(step, row)]
-    assert names == ["reward-hacking", "reward-gap"]
+    assert names == ["reward-gap", "reward-hacking"]

@@ -30,6 +30,9 @@ def crossings(values, kind, bound, **options):
         ("rises", 2.0, [1.0, 2.0, 3.0, 4.9], []),
         ("falls", 2.0, [1.0, 2.0, 3.0, -1.0], [3]),
         ("falls", 2.0, [1.0, 2.0, 3.0, -0.9], []),
+        # The mean of the first three is 2.
+        ("gains", 1.5, [1.0, 2.0, 3.0, 3.4, 3.5, 9.0, 2.0], [4, 5]),
+        ("loses", 1.5, [1.0, 2.0, 3.0, 0.6, 0.5, -9.0, 2.0], [4, 5]),
     ],
 )
 def test_each_bound(kind, bound, values, expected):

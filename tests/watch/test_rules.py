@@ -98,6 +98,7 @@ MINE = '[mine]\nmetric = "reward/mean"\nmeans = "a"\n'
         (MINE + "times = 1", "times must be greater than 1; got 1"),
         (MINE + "share = 1.5", r"share must be in \(0, 1\); got 1.5"),
         (MINE + "rises = -1", "rises must be greater than 0; got -1"),
+        (MINE + "gains = 0", "gains must be greater than 0; got 0"),
         (MINE + "climbs = 3\npast = 2", "past must be at least 4; got 2"),
         (MINE + "times = 2\npast = 0", "past must be at least 1; got 0"),
         (MINE + "times = 2\nleast = -1", "least must be at least 0; got -1"),
