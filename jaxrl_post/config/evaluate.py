@@ -1,4 +1,4 @@
-"""The options of an evaluation, and of a test of rewards by adversarial answers."""
+"""The options of an evaluation, of a test of rewards, and of the doctor."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -29,8 +29,10 @@ from jaxrl_post.config.run import CompileCacheConfig, ProcessesConfig
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = [
+    "DoctorConfig",
     "EvaluateConfig",
     "RedteamConfig",
+    "check_doctor",
     "check_evaluation",
     "check_redteam",
     "result_files",
@@ -256,6 +258,41 @@ class RedteamConfig:
     reward_deadline_s: Annotated[float, POSITIVE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE] = None
     output: str | None = None
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """The run to look at, or the faults to plant.
+
+    Attributes:
+        run_dir: directory of a run that ended, or that runs.
+        replay: step that is taken again, in a copy, from the checkpoint before it; its
+            metrics must be the same. None for no replay.
+        inject: faults that are planted in short runs, in place of a run to look at;
+            "all" for all of them. The doctor must name each.
+        timeout_s: most seconds for a replay.
+    """
+
+    run_dir: str = ""
+    replay: Annotated[int | None, COUNT] = None
+    inject: tuple[str, ...] = ()
+    timeout_s: Annotated[float, POSITIVE] = 3600.0
+
+
+def check_doctor(config: DoctorConfig) -> None:
+    """Refuses options that contradict each other.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    check_numbers(config)
+    if bool(config.run_dir) == bool(config.inject):
+        raise ConfigError(
+            "give the directory of a run, as in python -m launch.doctor runs/demo, or "
+            "faults to plant, as in --inject all"
+        )
+    if config.replay is not None and config.inject:
+        raise ConfigError("--replay: takes a step of a run again; drop --inject")
 
 
 def check_redteam(config: RedteamConfig) -> None:

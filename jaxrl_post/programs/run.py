@@ -75,6 +75,7 @@ from jaxrl_post.programs.watching.guard import AlarmError, open_watch
 from jaxrl_post.records import notation
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.directory import RunDescription, RunDirectory, read_rows
+from jaxrl_post.records.ending import ending_recorded
 from jaxrl_post.records.fingerprints import Fingerprint
 from jaxrl_post.records.hub.card import run_cards
 from jaxrl_post.records.hub.push import PushError, check_push, push, push_of
@@ -288,6 +289,8 @@ def open_run[Config: RunConfig](
         stack.enter_context(memory_errors(table))
         check_same_program(config)
         stack.enter_context(locked(directory.path, command))
+        if not processes.index():
+            stack.enter_context(ending_recorded(directory))
         # Every process reads before process 0 writes.
         saved = directory.read_description()
         check_unused(directory.path, resume=config.resume, described=saved is not None)

@@ -92,6 +92,11 @@ class RunDirectory:
         return self.path / "alarms"
 
     @property
+    def ending(self) -> Path:
+        """The end of the run's last process, see `ending.Ending`."""
+        return self.path / "ending.json"
+
+    @property
     def paused(self) -> Path:
         """A file that stands there while the run waits for a person."""
         return self.path / "paused.json"

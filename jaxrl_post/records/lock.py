@@ -17,7 +17,7 @@ from jaxrl_post.config.paths import naming
 from jaxrl_post.files import make_folder
 from jaxrl_post.jsonl import json_file
 
-__all__ = ["run_lock"]
+__all__ = ["holder_of", "run_lock"]
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,29 @@ def run_lock(directory: Path, command: str) -> Iterator[None]:
         with suppress(OSError):  # Not empty: it holds a run.
             for folder in made:
                 folder.rmdir()
+
+
+def holder_of(directory: Path) -> tuple[str, bool] | None:
+    """The process that a lock names, and whether it holds the lock still.
+
+    Args:
+        directory: of the run.
+
+    Returns:
+        None if there is no lock, as after a run that ended by itself.
+    """
+    path = directory / NAME
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _holder(path), False
+    except OSError:
+        return _holder(path), True
+    finally:
+        os.close(file)
 
 
 def _make(directory: Path) -> list[Path]:
