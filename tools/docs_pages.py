@@ -30,7 +30,7 @@ import model_pages  # noqa: E402
 
 from jaxrl_post.config.fields import FREE, Range  # noqa: E402
 from jaxrl_post.records.metric_table import rows  # noqa: E402
-from jaxrl_post.watch.bounds import BOUNDS, Condition  # noqa: E402
+from jaxrl_post.watch.bounds import BOUNDS, FIRST, Condition  # noqa: E402
 from jaxrl_post.watch.rule import Rule, default_rules  # noqa: E402
 from launch.names import PROGRAMS, names, program_of  # noqa: E402
 
@@ -144,8 +144,8 @@ def bound(condition: Condition) -> str:
     """A condition in words, for a cell of a table."""
     value = condition.bound
     shown = f"--{value.replace('_', '-')}" if isinstance(value, str) else f"{value:g}"
-    words = BOUNDS[condition.kind].replace(", {centre}", "")
-    words = _cell(words.format(bound=shown, past=condition.past))
+    words = BOUNDS[condition.kind].replace(", {centre}", "").replace(", {first}", "")
+    words = _cell(words.format(bound=shown, past=condition.past, known=condition.known))
     # A bar in code is no border of a cell, and a backslash before it would be shown.
     metric = f"`{condition.metric}`"
     metric += f" / `{condition.per}`" if condition.per else ""
@@ -154,7 +154,7 @@ def bound(condition: Condition) -> str:
     more = [words]
     if condition.least:
         more.append(f"by more than {condition.least:g}")
-    if condition.known != Condition.known:
+    if condition.known != Condition.known and condition.kind not in FIRST:
         more.append(f"with at least {condition.known} before")
     if condition.after:
         more.append(f"after the first {condition.after}")

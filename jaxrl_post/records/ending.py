@@ -1,4 +1,4 @@
-"""Records how a run ended, for whoever asks afterwards."""
+"""Records how a run ended, for a diagnosis afterwards."""
 
 import json
 import time

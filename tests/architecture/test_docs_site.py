@@ -138,7 +138,9 @@ def test_a_bound_is_told_in_words(kind):
     assert told.startswith("`a/b` ")
     assert " 2" in told
     assert "{" not in told
-    assert ("8 values" in told) == (kind not in ("above", "below", "equals"))
+    plain = ("above", "below", "equals", "gains", "loses")
+    assert ("8 values" in told) == (kind not in plain)
+    assert ("first 10 values" in told) == (kind in ("gains", "loses"))
 
 
 def test_the_rest_of_a_condition_is_told_too():

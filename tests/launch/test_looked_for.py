@@ -147,6 +147,8 @@ LOOKED_FOR = [
     ("hardware", "launch.plan"),
     ("serve", "launch.serve"),
     ("reward-hacking", "launch.redteam"),
+    ("diagnose", "launch.doctor"),
+    ("post-mortem", "launch.doctor"),
 ]
 
 

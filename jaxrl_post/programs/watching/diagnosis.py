@@ -265,7 +265,7 @@ ERRORS: Mapping[str, tuple[str, str, str]] = {
         "Fewer --rollout.reward-workers, or a larger machine.",
     ),
 }
-# What the message of a refused start speaks of, and the kind of its cause.
+# Words in the message of a refused start, and the kind of its cause.
 REFUSED = (
     ("template", "wrong-template"),
     ("tokenizer", "wrong-tokenizer"),
@@ -282,7 +282,9 @@ def _ended_by_error(case: Case) -> Diagnosis | None:
         return None
     told = ending.told.strip().splitlines()
     first = told[0] if told else "it has no message"
-    evidence = [f"{ending.error}: {line}" for line in told[:6]] or [ending.error]
+    # The last lines of a traceback say more than its middle.
+    shown = told if len(told) <= 6 else [*told[:3], "...", *told[-3:]]
+    evidence = [f"{ending.error}: {line}" for line in shown] or [ending.error]
     if ending.error == "AlarmError":
         found = _first_alarm(case)
         stopped = [each for each in case.alarms if each["action"] in ("stop", "pause")]

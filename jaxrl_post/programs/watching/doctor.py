@@ -43,7 +43,7 @@ __all__ = ["UnhealthyError", "planted", "replayed", "run_doctor"]
 STEPS = 6
 # Beginnings of metrics that depend on the machine and its load.
 UNSTEADY = ("time/", "throughput/", "host/", "watch/")
-# What a replay needs of a run directory.
+# Parts of a run directory that a replay reads.
 COPIED = ("config.json", "saved.json", "initial", "metrics.jsonl", "samples.jsonl")
 
 
