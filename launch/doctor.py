@@ -10,6 +10,10 @@ import tyro
 
 from jaxrl_post.config.evaluate import DoctorConfig, check_doctor
 from launch import cli
+from launch.names import program_of
+
+# Programs whose command is checked before a run: launch.doctor grpo OPTIONS.
+TRAINING = ("grpo", "ppo", "distill", "sft", "dpo", "reward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +33,23 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     return run_doctor, (*RUN_ERRORS, UnhealthyError)
 
 
+def load_checkup() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """Imports the function that checks the command of a run, as `Program.load`."""
+    from jaxrl_post.programs.experience import SAMPLING_ERRORS
+    from jaxrl_post.programs.run import RUN_ERRORS
+    from jaxrl_post.programs.watching.checkup import run_checkup
+    from jaxrl_post.programs.watching.doctor import UnhealthyError
+
+    return run_checkup, (*RUN_ERRORS, *SAMPLING_ERRORS, UnhealthyError)
+
+
 PROGRAM = cli.Program(
     name="launch.doctor",
     description="Says what is wrong with a run that ended or that runs, with the cause "
     "in the first line; the exit status is 1 if something is. --inject plants known "
-    "faults in short runs, each of which it must name.",
+    "faults in short runs, each of which it must name. With the name of a training "
+    "program and its options, as in launch.doctor grpo --recipe sums, it checks the "
+    "command before the run, by one small step.",
     default=lambda arguments: Options(),
     load=load,
     check=check_doctor,
@@ -42,6 +58,11 @@ PROGRAM = cli.Program(
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in TRAINING:
+        # The options of that program, checked before the run.
+        program = dataclasses.replace(program_of(arguments[0]), load=load_checkup)
+        return cli.call(program, arguments[1:])
     return cli.call(PROGRAM, arguments)
 
 

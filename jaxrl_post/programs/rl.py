@@ -247,6 +247,7 @@ class OnlineTrainer(Trainer):
         directory: of the run; None to log no samples.
         timeline: of the run; None to write none.
         graders: held-out graders of its answers.
+        groups: the groups of the last step.
     """
 
     updater: Updater
@@ -257,11 +258,10 @@ class OnlineTrainer(Trainer):
     directory: RunDirectory | None = field(default=None, kw_only=True)
     timeline: Timeline | None = field(default=None, kw_only=True)
     graders: Graders = field(default_factory=Graders, kw_only=True)
+    groups: Sequence[Group] = field(default=(), init=False)
     # The last step that was begun.
     _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
-    # The groups of the last step.
-    _groups: Sequence[Group] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)
 
@@ -280,7 +280,7 @@ class OnlineTrainer(Trainer):
         self._step = number
         metrics, batch = super().step(number)
         groups = [each for each in batch if isinstance(each, Group)]
-        self._groups = groups
+        self.groups = groups
         begin = time.perf_counter()
         graded = self.graders.trained([e for g in groups for e in g.episodes])
         if graded:
@@ -339,9 +339,9 @@ class OnlineTrainer(Trainer):
 
     def keep(self, folder: Path) -> None:
         """Writes the samples of the last step as JSON lines."""
-        count = sum(len(group.episodes) for group in self._groups)
+        count = sum(len(group.episodes) for group in self.groups)
         with SampleLog(RunDirectory(folder)) as log:
-            log.write(self._step, _samples("train", self._groups, count, self._trains))
+            log.write(self._step, _samples("train", self.groups, count, self._trains))
 
     def counts(self) -> dict[str, int]:
         """The number of logged samples and events, and of files of rollouts."""

@@ -21,7 +21,7 @@ from jaxrl_post.files import replace_file
 from jaxrl_post.programs.build.collector import open_judges
 from jaxrl_post.watch import ATTACKS, Earned, EpisodeReward, earned, known_tasks
 
-__all__ = ["WeakRewardError", "run_redteam"]
+__all__ = ["WeakRewardError", "judged", "run_redteam"]
 
 
 class WeakRewardError(ValueError):
@@ -73,7 +73,7 @@ def run_redteam(
         found, right = earned(
             [attack for attack in ATTACKS if attack.kind in wanted],
             known_tasks(environment, tasks),
-            lambda asked: _judged(judges, asked, config),
+            lambda asked: judged(judges, asked, config),
             solved_reward=config.solved_reward,
         )
     weak = [each for each in found if each.weak_beyond(config.tolerance)]
@@ -91,7 +91,7 @@ def run_redteam(
     return found
 
 
-def _judged(
+def judged(
     judges: WorkerPool, asked: Sequence[tuple[Task, str]], config: RedteamConfig
 ) -> list[EpisodeReward]:
     """Judges answers, each in an episode of its own; a few are in flight at a time."""

@@ -1,0 +1,105 @@
+"""The doctor before a run: clean commands pass, and each fault has a line."""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.run import WarmStartConfig
+from jaxrl_post.programs.watching import checkup
+from jaxrl_post.programs.watching.checkup import run_checkup
+from jaxrl_post.programs.watching.doctor import UnhealthyError
+from jaxrl_post.programs.watching.traps import TRAPS
+from launch import doctor
+from tests.programs.conftest import coin as coin
+from tests.programs.trainers import RL
+from tests.watch.test_doctor import base as base
+from tests.watch.test_doctor import broken as broken
+from tests.watch.test_doctor import model as model
+
+
+def checked(config) -> tuple[str, list[str]]:
+    """The output, and the names of the checks that failed."""
+    out, failed = io.StringIO(), []
+    try:
+        run_checkup(config, console=Console(file=out, width=300))
+    except UnhealthyError as error:
+        failed = str(error).removeprefix("before the run: ").split(", ")
+    return out.getvalue(), failed
+
+
+def rl(model, **changes):
+    rollout = dataclasses.replace(RL.rollout, **changes.pop("rollout", {}))
+    return dataclasses.replace(RL, model=model, rollout=rollout, log=(), **changes)
+
+
+def test_a_command_without_a_fault_passes(model, tmp_path):
+    out, failed = checked(rl(model, run_dir=str(tmp_path / "run")))
+    assert failed == []
+    for name in (
+        "cores", "disk", "rewards of demonstrations", "a judgement", "a small step",
+        "tokenizer and embeddings", "round trip of prompts", "sampler and trainer",
+        "tokens, masks and advantages of the batch",
+    ):  # fmt: skip
+        assert f"ok   {name}: " in out, name
+    assert "the tokens that are trained on in green" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reference_is_looked_at(model):
+    algorithm = dataclasses.replace(RL.algorithm, kl_coefficient=0.1)
+    out, failed = checked(rl(model, algorithm=algorithm))
+    assert failed == []
+    assert "ok   reference: stays as it is" in out
+
+
+def test_programs_on_data_sets_take_a_step(base):
+    out, failed = checked(base)
+    assert failed == []
+    assert "ok   a small step" in out
+
+
+@pytest.mark.parametrize(
+    ("trap", "names"),
+    [
+        ("log-prob-mismatch", {"a small step", "mismatch"}),
+        ("advantage-off-by-one", {"advantage-misplaced"}),
+    ],
+)
+def test_a_fault_of_the_step_fails(model, monkeypatch, trap, names):
+    mismatch = dataclasses.replace(RL.mismatch, warn=1.0001, stop=1.01)
+
+    def prepare(self, trainer):
+        self.trainer = trainer
+        TRAPS[trap].plant(trainer)
+
+    monkeypatch.setattr(checkup._Seen, "prepare", prepare)
+    _, failed = checked(rl(model, mismatch=mismatch))
+    assert names <= set(failed)
+
+
+def test_a_grader_that_raises_fails(model, broken):
+    with pytest.raises(RuntimeError):
+        checked(rl(model, env="broken_coins:Raises"))
+
+
+def test_answers_that_are_cut_warn_but_not_before_a_warm_start(model):
+    out, failed = checked(rl(model, rollout={"max_tokens": 1}))
+    assert failed == []
+    assert "warn stop tokens: " in out
+    warm = WarmStartConfig(steps=5)
+    out, _ = checked(rl("tiny", rollout={"max_tokens": 1}, warm_start=warm))
+    assert "before the warm start" in out
+
+
+def test_options_that_the_run_refuses_are_refused(model, capsys):
+    with pytest.raises(ConfigError):
+        checked(rl(model, env="no-such-environment"))
+    assert doctor.main(["grpo", "--mesh", "xx4"]) == 1
+    assert "--mesh" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["sft", "--help", "epochs"])
+    assert ended.value.code == 0
+    assert "--epochs" in capsys.readouterr().out
