@@ -209,7 +209,7 @@ def _machine(config: RunConfig) -> Iterator[Check]:
 
 
 def _rewards(config: RLConfig, environment: Environment) -> Iterator[Check]:
-    """What demonstrations and answers without content earn, and how long that takes."""
+    """Judges demonstrations and answers without content, and takes the time."""
     if isinstance(environment, AgentEnvironment):
         yield Check("rewards", "ok", "an agent judges itself; nothing was tried")
         return
@@ -311,7 +311,7 @@ def _sampled(
         yield Check(
             "tokens, masks and advantages of the batch",
             "fail" if wrong else "ok",
-            ", ".join(wrong) or "are those of the samples, token by token",
+            ", ".join(wrong) or "equal the samples, token by token",
         )
     reference = trainer.updater.reference
     if reference is not None:
