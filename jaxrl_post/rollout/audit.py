@@ -78,7 +78,7 @@ def audit(
         turn's.
     """
     among = any(batch.kept is not None for batch in batches)
-    wanted = _joined(_of_episodes(groups, values, is_trained, among_kept=among))
+    wanted = _of_episodes(groups, values, is_trained, among_kept=among)
     found = _joined(map(_of_batch, batches))
     sampled, trained = max(len(wanted.ids), 1), max(len(found.ids), 1)
     own, other = wanted.keys("ids", "logprobs"), found.keys("ids", "logprobs")
@@ -113,8 +113,8 @@ def _of_episodes(
     is_trained: Callable[[Episode], bool],
     *,
     among_kept: bool,
-) -> Iterator[_Counted]:
-    """The sampled tokens of each turn, but those that stand before everything else.
+) -> _Counted:
+    """The sampled tokens of all turns, but those that stand before everything else.
 
     Args:
         groups: as for `audit`.
@@ -122,6 +122,8 @@ def _of_episodes(
         is_trained: as for `audit`.
         among_kept: whether the batch has a token's log-prob among the kept tokens.
     """
+    ids, logprobs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
+    sizes, earned, befores = list[int](), list[float](), list[int]()
     for row, group in enumerate(groups):
         for column, episode in enumerate(group.episodes):
             if not is_trained(episode):
@@ -132,22 +134,31 @@ def _of_episodes(
                     before = _NOTHING
                 if len(turn.context):
                     before = int(turn.context.ids[-1])
-                ids = turn.sampled.ids
-                if not len(ids):
+                if not (size := len(turn.sampled)):
                     continue
-                own = value[number] if np.ndim(value) else value
-                last = np.arange(len(ids)) == len(ids) - 1
-                made = _Counted(
-                    ids,
-                    _logprobs(turn.sampled, among_kept=among_kept),
-                    np.concatenate([[before], ids[:-1]]).astype(np.int32),
-                    np.full(len(ids), own, np.float32),
-                    last,
-                )
-                # Without a token before it, a token has no prediction to train.
-                first = int(before == _NOTHING)
-                yield _Counted(*(each[first:] for each in made))
-                before = int(ids[-1])
+                ids.append(turn.sampled.ids)
+                logprobs.append(_logprobs(turn.sampled, among_kept=among_kept))
+                sizes.append(size)
+                earned.append(value[number] if np.ndim(value) else value)
+                befores.append(before)
+                before = int(turn.sampled.ids[-1])
+    joined = np.concatenate(ids)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    starts = ends - np.array(sizes, np.int64)
+    previous = np.concatenate([[_NOTHING], joined])[: len(joined)].astype(np.int32)
+    previous[starts] = befores
+    last = np.zeros(len(joined), np.bool_)
+    last[ends - 1] = True
+    found = _Counted(
+        joined,
+        np.concatenate(logprobs),
+        previous,
+        np.repeat(np.array(earned, np.float32), sizes),
+        last,
+    )
+    # Without a token before it, a token has no prediction to train.
+    predicted = previous != _NOTHING
+    return _Counted(*(array[predicted] for array in found))
 
 
 def _logprobs(tokens: Tokens, *, among_kept: bool) -> np.ndarray:

@@ -15,7 +15,7 @@ __all__ = ["correlations"]
 
 # Most episodes and most tokens of a turn that are looked at in a step: a bound on the
 # time, which a sample does not need to exceed.
-EPISODES, TOKENS = 256, 4096
+EPISODES, TOKENS = 64, 4096
 # Tokens of a piece that is looked for again.
 PIECE = 4
 # Text that speaks to a judge instead of solving the task.
