@@ -56,14 +56,20 @@ PROGRAM = cli.Program(
 )
 
 
+def chosen(arguments: list[str]) -> tuple[cli.Program[Any], list[str]]:
+    """The program that is meant, and its options.
+
+    With the name of a training program first, its options are checked before a run.
+    """
+    if arguments and arguments[0] in TRAINING:
+        program = dataclasses.replace(program_of(arguments[0]), load=load_checkup)
+        return program, arguments[1:]
+    return PROGRAM, arguments
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in TRAINING:
-        # The options of that program, checked before the run.
-        program = dataclasses.replace(program_of(arguments[0]), load=load_checkup)
-        return cli.call(program, arguments[1:])
-    return cli.call(PROGRAM, arguments)
+    return cli.call(*chosen(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

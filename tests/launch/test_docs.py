@@ -22,7 +22,7 @@ from jaxrl_post.config.run import WatchConfig
 from jaxrl_post.envs import Answer
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.programs.watching.guard import open_watch
-from launch import cli
+from launch import cli, doctor
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -143,8 +143,10 @@ def test_a_command_is_taken(name, line, tmp_path, monkeypatch):
     words = shlex.split(line.replace("$index &", "1"), comments=True)
     words = [word for word in words if word != "--dry-run"]
     place = next(i for i, word in enumerate(words) if word.startswith("launch."))
-    program = importlib.import_module(words[place]).PROGRAM
-    config = cli.read_options(program, words[place + 1 :])
+    program, options = importlib.import_module(words[place]).PROGRAM, words[place + 1 :]
+    if words[place] == "launch.doctor":
+        program, options = doctor.chosen(options)
+    config = cli.read_options(program, options)
     if not line.startswith(("sbatch", "TPU=")):
         # The others name files of another machine.
         program.check(config)
