@@ -25,8 +25,12 @@ class Options(DoctorConfig):
 
 def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
     """Imports the function that does the work, as `Program.load`."""
-    # The run itself may have the accelerator.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "JAX_PLATFORMS" not in os.environ:
+        import jax
+
+        # The run itself may have the accelerator. Not by the environment, which the
+        # process of a replay inherits.
+        jax.config.update("jax_platforms", "cpu")
     from jaxrl_post.programs.run import RUN_ERRORS
     from jaxrl_post.programs.watching.doctor import UnhealthyError, run_doctor
 

@@ -310,12 +310,15 @@ def read_webhook(file: str) -> str:
     try:
         url = Path(file).read_text(encoding="utf-8").strip().splitlines()[0].strip()
         parts = urlsplit(url)
+        # `port` raises for a port that is no number.
+        fits = url.isascii() and url.isprintable() and " " not in url
+        fits = fits and (parts.port is None or parts.port > 0)
     except (OSError, ValueError, IndexError) as error:
         told = str(error) if isinstance(error, OSError) else "it holds none"
         raise ConfigError(
             f"--watch.webhook: cannot read a URL from the file {file}: {told}"
         ) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not fits:
         raise ConfigError(
             f"--watch.webhook: the first line of {file} must be a URL that begins with "
             "https:// or http://"

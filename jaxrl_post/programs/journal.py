@@ -204,10 +204,7 @@ class RunJournal:
             self._save(step, waits, logged if due else self._counts())
         if acting is not None:
             self._evidence(acting)
-            ends = acting.stops or (acting.pauses and not self._paused(acting))
-            self._stopped = self._stopped or ends
-            if ends and failed is None:
-                failed = AlarmError(acting.ended(step, self._run.directory.path))
+            failed = failed or self._acted(acting)
         if evaluates and not due:
             self._keep(gained)
         self._saving = time.perf_counter() - begin
@@ -248,21 +245,32 @@ class RunJournal:
         if self.step < run.config.steps and not self._stopped:
             run.describe()
         tell_missing(self.step, meta.get(LOGS, {}), self._counts())
-        events = [self._event("start", {})]
+        events, acting = [self._event("start", {})], None
         if latest is None or pending is not None:
             found = self._measured(self.step)
             if latest is None:
                 run.best.require(found)
             if found or pending:
-                self._watched(self.step, (pending or {}) | found)
+                acting = self._watched(self.step, (pending or {}) | found)
             self._rows.write(self.step, (pending or {}) | found)
             if latest is None and found:
                 self._progress.update(0, found)
             events.append(self._event("evaluation", found))
             gained = self._judged(self.step, found)
         self._keep(gained)
-        if (failed := self._tell(*events)) is not None:
+        failed: Exception | None = self._tell(*events)
+        if acting is not None and failed is None:
+            failed = self._acted(acting)
+        if failed is not None:
             raise failed
+
+    def _acted(self, acting: Acting) -> AlarmError | None:
+        """Pauses or stops for an alarm; returns the error that ends the run."""
+        ends = acting.stops or (acting.pauses and not self._paused(acting))
+        if not ends:
+            return None
+        self._stopped = True
+        return AlarmError(acting.ended(self.step, self._run.directory.path))
 
     def _watched(self, step: int, metrics: dict[str, float]) -> Acting | None:
         """Holds a step against the rules; returns what all processes have to do.

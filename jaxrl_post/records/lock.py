@@ -96,16 +96,19 @@ def holder_of(directory: Path) -> tuple[str, bool] | None:
 
     Returns:
         None if there is no lock, as after a run that ended by itself.
+
+    Raises:
+        OSError: the lock cannot be read, such as one of another user.
     """
     path = directory / NAME
     try:
-        file = os.open(path, os.O_RDWR)
-    except OSError:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _holder(path), False
-    except OSError:
+    except BlockingIOError:
         return _holder(path), True
     finally:
         os.close(file)

@@ -1,12 +1,14 @@
 """Holds the metrics of every step against the rules of a run."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxrl_post.specs import check_takes, imported
+from jaxrl_post.specs import check_takes, imported, raised
 from jaxrl_post.watch.bounds import Condition, RuleError, Series, pattern_of, worst
 from jaxrl_post.watch.rule import ACTIONS, Rule
 
@@ -15,6 +17,8 @@ __all__ = ["NOT_FINITE", "RAISED", "Alarm", "Finding", "RunWatch"]
 # Metrics that the watch adds to the metrics of a step: how many of them are not finite,
 # and how many rules stand raised.
 NOT_FINITE, RAISED = "watch/not_finite", "watch/alarms"
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,12 @@ class RunWatch:
         """The names of the rules whose bounds are crossed at present."""
         return [each.rule.name for each in self._rules if each.raised]
 
+    @property
+    def longest_past(self) -> int:
+        """The most values that a condition looks back over."""
+        reads = [read for each in self._rules for read in each.reads]
+        return max((read.condition.past for read in reads), default=1)
+
     def never_measured(self) -> dict[str, list[str]]:
         """The metrics of each rule that no step has had so far."""
         found = {
@@ -182,6 +192,7 @@ class _Read:
                 )
             condition = dataclasses.replace(condition, bound=float(value))
         self.condition, self.rule, self.seen = condition, rule, False
+        self.broken = False
         self.function: Callable[[Mapping[str, float]], Any] | None = None
         if condition.function:
             try:
@@ -199,8 +210,7 @@ class _Read:
         """The values by name; none if the step does not have the metrics."""
         condition, pattern = self.condition, self._pattern
         if self.function is not None:
-            found = self.function(metrics)
-            values = {} if found is None else {condition.metric: float(found)}
+            values = self._called(metrics)
         elif pattern is not None:
             values = {k: v for k, v in metrics.items() if pattern.fullmatch(k)}
         else:
@@ -214,6 +224,24 @@ class _Read:
             )
         self.seen = self.seen or bool(values)
         return values
+
+    def _called(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The value of the function; none after it has raised, which is told."""
+        if self.broken or self.function is None:
+            return {}
+        try:
+            found = self.function(MappingProxyType(dict(metrics)))
+            return {} if found is None else {self.condition.metric: float(found)}
+        # A user's function must not end the run.
+        except Exception as error:
+            self.broken = True
+            _LOGGER.warning(
+                "rule %s: its function %s raised %s; the rule is left out from here on",
+                self.rule,
+                self.condition.function,
+                raised(error),
+            )
+            return {}
 
     def look(self, metrics: Mapping[str, float]) -> _Measured | None:
         """Adds the value of a step; None if the step does not have it."""

@@ -43,6 +43,8 @@ RELATIVE, TRENDS = ("times", "share", "rises", "falls"), ("climbs", "sinks")
 FIRST = ("gains", "loses")
 # For which the smallest of several values is the worst.
 LOW = ("below", "share", "falls", "loses", "sinks")
+# Most values that a bound looks back over, and the largest bound.
+MOST, LARGEST = 100_000, 1e300
 # A normal distribution's standard deviation in median absolute deviations.
 ROBUST = 1.4826
 
@@ -99,6 +101,8 @@ def check(condition: Condition, where: str) -> None:
             raise RuleError(f"{where}: {kind} must be a number; got {bound!r}")
     elif isinstance(bound, bool) or not isinstance(bound, int | float):
         raise RuleError(f"{where}: {kind} must be a number; got {bound!r}")
+    elif abs(bound) > LARGEST:
+        raise RuleError(f"{where}: {kind} must be at most {LARGEST:g} in size")
     elif not math.isfinite(bound):
         raise RuleError(f"{where}: {kind} must be finite; got {bound}")
     elif kind == "times" and bound <= 1:
@@ -110,6 +114,21 @@ def check(condition: Condition, where: str) -> None:
     for key, low in (("past", 1), ("known", 1), ("after", 0), ("least", 0)):
         if (value := getattr(condition, key)) < low:
             raise RuleError(f"{where}: {key} must be at least {low}; got {value:g}")
+    for key in ("past", "known", "after"):
+        if getattr(condition, key) > MOST:
+            raise RuleError(f"{where}: {key} must be at most {MOST:,}")
+    if kind in RELATIVE and condition.known > condition.past:
+        raise RuleError(
+            f"{where}: known must be at most past, {condition.past}, or the bound is "
+            f"never used; got {condition.known}"
+        )
+    if "<" in condition.per:
+        raise RuleError(f"{where}: per must name one metric; got {condition.per!r}")
+    if re.fullmatch(r"(?:[^<>]|<[\w|]+>)+", condition.metric) is None:
+        raise RuleError(
+            f"{where}: metric may have <word> or <one|other> in its name; got "
+            f"{condition.metric!r}"
+        )
     if kind in TRENDS and condition.past < 4:
         raise RuleError(f"{where}: past must be at least 4; got {condition.past}")
 
@@ -210,9 +229,10 @@ class Series:
             return False
         match condition.kind:
             case "times":
-                return value > bound * centre
+                # Of negative values too: further above by so many times their size.
+                return apart > (bound - 1) * abs(centre)
             case "share":
-                return value < bound * centre
+                return apart > (1 - bound) * abs(centre)
         spread = ROBUST * statistics.median(abs(each - centre) for each in self._past)
         return apart > bound * spread
 
@@ -242,8 +262,13 @@ def pattern_of(metric: str) -> re.Pattern[str]:
     >>> bool(pattern_of("reward/<part>").fullmatch("reward/player/one"))
     False
     """
-    text = re.sub(r"<\w+>", r"[^/]+", metric)
-    return re.compile(re.sub(r"<([\w|]+)>", r"(?:\1)", text))
+    parts = re.split(r"<([\w|]+)>", metric)
+    # Every second part is a word.
+    made = [
+        (f"(?:{part})" if "|" in part else "[^/]+") if place % 2 else re.escape(part)
+        for place, part in enumerate(parts)
+    ]
+    return re.compile("".join(made))
 
 
 def worst(kind: str, values: Mapping[str, Any]) -> tuple[str, float]:

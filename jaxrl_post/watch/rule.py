@@ -5,6 +5,7 @@ import difflib
 import functools
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
         if file.suffix.lower() == ".json":
             found = json_file(file, strict=True)
         else:
-            found = tomllib.loads(file.read_text(encoding="utf-8"))
+            found = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RuleError(f"cannot read {file}: {error}") from error
     if not isinstance(found, dict):
@@ -139,6 +140,11 @@ def _rule(name: str, row: Mapping[str, Any], file: str) -> Rule:
         RuleError: names the file, the rule and the key.
     """
     where = f"{file}: rule {name}"
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", name) is None:
+        raise RuleError(
+            f"{file}: a rule's name has letters, digits, -, _ and dots, 64 at most; "
+            f"got {name!r:.80}"
+        )
     known = OF_CONDITION | OF_RULE | {"also"}
     for key in row:
         if key not in known:

@@ -30,6 +30,9 @@ def crossings(values, kind, bound, **options):
         ("rises", 2.0, [1.0, 2.0, 3.0, 4.9], []),
         ("falls", 2.0, [1.0, 2.0, 3.0, -1.0], [3]),
         ("falls", 2.0, [1.0, 2.0, 3.0, -0.9], []),
+        # Of negative values: by their size.
+        ("share", 0.7, [-10.0, -10.0, -10.0, -12.9, -13.1], [4]),
+        ("times", 3.0, [-1.0, -1.0, -1.0, 0.9, 1.1], [4]),
         # The mean of the first three is 2.
         ("gains", 1.5, [1.0, 2.0, 3.0, 3.4, 3.5, 9.0, 2.0], [4, 5]),
         ("loses", 1.5, [1.0, 2.0, 3.0, 0.6, 0.5, -9.0, 2.0], [4, 5]),
@@ -103,6 +106,8 @@ def test_a_constant_past_has_no_spread():
         ("time/<rollout|train>", "time/train", True),
         ("time/<rollout|train>", "time/eval", False),
         ("eval/<part>", "eval/a/b", False),
+        ("a(b+<c>", "a(b+x", True),
+        ("a.b/<c>", "axb/c", False),
     ],
 )
 def test_names_with_words(metric, name, fits):

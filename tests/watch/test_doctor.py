@@ -244,6 +244,31 @@ def test_files_that_were_damaged(whole, tmp_path):
     assert "step 4" in cause
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("samples.jsonl", {"step": 4, "prompt": None, "completion": 3, "reward": "x"}),
+        ("metrics.jsonl", {"step": 5, "time": 1.0}),
+        ("metrics.jsonl", {"step": 5, "time": 1.0, "metrics": {"time/step": "fast"}}),
+        ("alarms.jsonl", {"step": 4}),
+        ("config.json", []),
+        ("ending.json", {"odd": 1}),
+    ],
+)
+def test_odd_files_have_a_first_line_too(whole, tmp_path, name, line, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
+    with (run / name).open("w" if name.endswith(".json") else "a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert doctor.main([str(run)]) in (0, 1)
+    assert ": " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_lock_that_cannot_be_read_is_told(whole, tmp_path, monkeypatch):
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / "lock").mkdir()
+    assert doctor.main([str(run)]) in (0, 1)
+
+
 def test_a_torn_last_line_and_an_older_run_are_read(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:

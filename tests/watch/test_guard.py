@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import logging
+import socket
 import threading
 import time
 import urllib.request
@@ -154,6 +155,27 @@ def test_pause_waits_until_the_file_is_removed(base, tmp_path, monkeypatch):
     assert steps(config) == [0, 1, 2, 3, 4]
 
 
+def test_an_alarm_of_the_evaluation_before_the_first_step_is_acted_on(base, tmp_path):
+    rule = '[low]\nmetric = "eval/loss"\nabove = 0\nsteps = 1\naction = "stop"\n'
+    (tmp_path / "rules.toml").write_text(rule + 'means = "No."\n')
+    watch = WatchConfig(rules=str(tmp_path / "rules.toml"))
+    config = dataclasses.replace(base, run_dir=str(tmp_path / "run"), watch=watch)
+    with pytest.raises(AlarmError, match="ended at step 0, by the rule low"):
+        run_offline(config, console=Console(file=io.StringIO()), command="")
+    assert steps(config) == [0]
+
+
+def test_a_pause_of_a_process_that_was_killed_is_over(base, tmp_path):
+    config = dataclasses.replace(base, run_dir=str(tmp_path / "run"))
+    go_on(config, should_stop=lambda: True)
+    paused = tmp_path / "run" / "paused.json"
+    paused.write_text("{}")
+    out = go_on(config)
+    assert "ended while the run was paused" in out
+    assert not paused.exists()
+    assert steps(config)[-1] == 4
+
+
 def test_a_pause_ends_by_itself_and_by_a_signal(base, tmp_path, monkeypatch):
     config = with_rule(base, tmp_path, "pause", pause_s=0.01)
     monkeypatch.setattr(journal, "PAUSE_POLL_S", 0.01)
@@ -287,6 +309,30 @@ def test_a_webhook_that_refuses_is_told_once_without_its_secret(hook, tmp_path, 
     assert "secret" not in caplog.text
 
 
+def test_a_redirection_and_an_answer_that_is_no_http_are_failures(hook, caplog):
+    for status in (302, 999):
+        Hook.status = status
+        with Webhook(Path(hook).read_text().strip()) as webhook:
+            webhook.send({"a": 1})
+            webhook.send({"a": 2})
+        assert not webhook._thread.is_alive()
+    assert caplog.text.count("a post failed") == 2
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_says_hello, args=(server,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/secret"
+        with Webhook(url) as webhook:
+            webhook.send({"a": 1})
+    assert "BadStatusLine" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def _says_hello(server):
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1000)
+        connection.sendall(b"hello world\r\n\r\n")
+
+
 def test_a_webhook_that_hangs_holds_nothing_up(hook, caplog):
     Hook.hold = threading.Event()
     webhook = Webhook(Path(hook).read_text().strip(), timeout_s=0.2)
@@ -307,6 +353,9 @@ def test_a_webhook_that_hangs_holds_nothing_up(hook, caplog):
         ("ftp://a/b", "must be a URL that begins with https"),
         ("file:///etc/passwd", "must be a URL"),
         ("secret words", "must be a URL"),
+        ("http://a/secret words", "must be a URL"),
+        ("http://a/secr\x01et", "must be a URL"),
+        ("http://127.0.0.1:secret/x", "cannot read a URL"),
     ],
 )
 def test_a_webhook_that_cannot_be_used_is_refused(tmp_path, content, message):

@@ -19,7 +19,7 @@ from rich.text import Text
 from jaxrl_post.config.evaluate import RedteamConfig
 from jaxrl_post.config.offline import OfflineConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.run import CheckpointConfig, RunConfig
+from jaxrl_post.config.run import CheckpointConfig, RunConfig, WatchConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.envs import AgentEnvironment, Environment
 from jaxrl_post.examples.environment import make_environment
@@ -158,7 +158,8 @@ def _small[Config: RunConfig](config: Config, place: Path) -> Config:
         "callbacks": (),
         "push_to_hub": None,
         "profile": None,
-        "watch": dataclasses.replace(config.watch, webhook=None, listen=None),
+        # Rules of the user's own are for the run; an action would end the check.
+        "watch": WatchConfig(off=config.watch.off),
         "eval": dataclasses.replace(config.eval, every=0, num_tasks=TASKS),
         "checkpoint": CheckpointConfig(every=1000, keep=1),
         "warm_start": dataclasses.replace(config.warm_start, steps=0),

@@ -30,6 +30,8 @@ BEFORE = 50
 FULL = 16 * 2**20
 # A step counts as stuck after so many times the median step, and so many seconds.
 STUCK, STUCK_S = 20, 60.0
+# What a row of alarms.jsonl has, if it lacks it.
+ALARM = dict.fromkeys(("rule", "action", "means", "causes", "look", "evidence"), "")
 # Rules that tell a consequence, to which a rule that tells a cause is preferred if its
 # alarm begins within so many steps.
 GENERAL = ("mismatch", "mismatch-kl", "off-policy", "effective-samples", "not-finite")
@@ -76,12 +78,14 @@ class Case:
     @property
     def steps(self) -> int | None:
         """The steps that the run was to take; None if that is not known."""
-        return self.description.get("config", {}).get("steps")
+        config = self.description.get("config")
+        steps = config.get("steps") if isinstance(config, dict) else None
+        return steps if isinstance(steps, int) else None
 
     def values(self, metric: str) -> list[float]:
         """The finite values of a metric."""
         found = (row["metrics"].get(metric) for row in self.rows)
-        return [value for value in found if value is not None]
+        return [value for value in found if isinstance(value, int | float)]
 
 
 @dataclass(frozen=True)
@@ -126,11 +130,24 @@ def read_case(directory: RunDirectory) -> Case:
     def metrics() -> list[Mapping[str, Any]]:
         first, last = list[Mapping[str, Any]](), deque[Mapping[str, Any]](maxlen=ROWS)
         for row in read_rows(directory.metrics):
+            if not isinstance(row.get("metrics"), dict) or "time" not in row:
+                raise ValueError(f"the row of step {row['step']} has no metrics")
             if len(first) < BEFORE:
                 first.append(row)
             else:
                 last.append(row)
         return [*first, *last]
+
+    def described() -> Mapping[str, Any]:
+        found = json_file(directory.config)
+        if not isinstance(found, dict):
+            raise ValueError(f"it must be an object; got {found!r:.80}")
+        return found
+
+    def alarms() -> list[Mapping[str, Any]]:
+        rows = read_alarms(directory)
+        found = ({**ALARM, "first": row["step"], **row} for row in rows)
+        return [*found]
 
     checkpoints = directory.path / "checkpoints"
     saved = [each for each in checkpoints.glob("[0-9]*") if each.name.isdecimal()]
@@ -140,9 +157,9 @@ def read_case(directory: RunDirectory) -> Case:
     }
     return Case(
         directory=directory,
-        description=read(directory.config, lambda: json_file(directory.config), {}),
+        description=read(directory.config, described, {}),
         rows=read(directory.metrics, metrics, []),
-        alarms=read(directory.alarms, lambda: read_alarms(directory), []),
+        alarms=read(directory.alarms, alarms, []),
         samples=read(
             directory.samples,
             lambda: [*deque(read_rows(directory.samples), maxlen=SAMPLES)],
@@ -322,7 +339,8 @@ def _damaged(case: Case) -> Diagnosis | None:
     if case.unreadable:
         name, reason = next(iter(case.unreadable.items()))
         cause = f"damaged-log: {name} cannot be read: {reason}"
-        return Diagnosis("damaged-log", cause, [*case.unreadable.values()], "")
+        remedy = "Remove the line that the message names, or restore the file."
+        return Diagnosis("damaged-log", cause, [*case.unreadable.values()], remedy)
     if case.damage and case.ending is None:
         step, told = max(case.damage.items())
         return Diagnosis(
@@ -341,13 +359,15 @@ def _running(case: Case) -> Diagnosis | None:
             "paused",
             f"paused: the run waits at step {case.step} until {case.directory.paused} "
             "is removed",
-            [each["means"] for each in case.alarms[-1:]],
+            _pause(case),
         )
     steps = case.values("time/step")
     if case.rows and steps:
         silent = case.now - case.rows[-1]["time"]
         usual = statistics.median(steps)
-        if silent > max(STUCK_S, STUCK * usual):
+        # An evaluation or a checkpoint may take longer than steps.
+        others = [*case.values("time/eval"), *case.values("time/checkpoint"), 0.0]
+        if silent > max(STUCK_S, STUCK * usual, 3 * max(others)):
             return Diagnosis(
                 "stuck",
                 f"stuck: step {case.step + 1} has taken {notation.duration(silent)} so "
@@ -357,6 +377,14 @@ def _running(case: Case) -> Diagnosis | None:
                 "dump --pid shows where the process waits.",
             )
     return None
+
+
+def _pause(case: Case) -> list[str]:
+    """The alarm for which the run waits."""
+    try:
+        return [str(json_file(case.directory.paused)["told"])]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _killed(case: Case) -> Diagnosis | None:
@@ -443,8 +471,8 @@ def _moved(case: Case, alarms: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     moves = list[tuple[float, str]]()
     for name in then[0]:
-        past = [row[name] for row in before if row.get(name) is not None]
-        now = [row[name] for row in then if row.get(name) is not None]
+        past = [row[name] for row in before if isinstance(row.get(name), int | float)]
+        now = [row[name] for row in then if isinstance(row.get(name), int | float)]
         if len(past) < 5 or not now or row_of(name) is None:
             continue
         centre, value = statistics.median(past), statistics.median(now)
@@ -472,9 +500,9 @@ def _failures(case: Case) -> list[str]:
     found, kinds = list[str](), dict[str, float]()
     for row in case.rows:
         for name, value in row["metrics"].items():
-            if name.startswith("rollout/failed/") and value:
+            if name.startswith("rollout/failed/") and isinstance(value, int | float):
                 kinds[name] = kinds.get(name, 0.0) + value
-    found += [f"{name} {value:g} in all" for name, value in kinds.items()]
+    found += [f"{name} {value:g} in all" for name, value in kinds.items() if value]
     errors = [str(each["error"]) for each in case.samples if each.get("error")]
     return found + [f"an error: {text:.300}" for text in errors[-1:]]
 
@@ -484,7 +512,8 @@ def _worst(case: Case) -> Sequence[Mapping[str, Any]]:
     if not case.samples:
         return []
     last = [each for each in case.samples if each["step"] == case.samples[-1]["step"]]
-    rewards = [-math.inf if e.get("reward") is None else e["reward"] for e in last]
+    found = [each.get("reward") for each in last]
+    rewards = [e if isinstance(e, int | float) else -math.inf for e in found]
     order = sorted(range(len(last)), key=rewards.__getitem__)
     return [last[place] for place in order[:3]]
 
@@ -494,6 +523,6 @@ def _texts(case: Case, samples: Sequence[Mapping[str, Any]]) -> list[str]:
     del case
     return [
         f"sample of step {each['step']}, reward {each.get('reward')}: "
-        f"{each.get('prompt', '')[-120:]!r} -> {each.get('completion', '')[:200]!r}"
+        f"{str(each.get('prompt'))[-120:]!r} -> {str(each.get('completion'))[:200]!r}"
         for each in samples
     ]

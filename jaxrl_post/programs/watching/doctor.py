@@ -151,17 +151,24 @@ def replayed(case: Case, step: int, timeout_s: float) -> tuple[bool, list[str]]:
                 shutil.copytree(source, copy / name)
             elif source.exists():
                 shutil.copy2(source, copy / name)
+        _without_effects(copy / "config.json")
         shutil.copytree(
             path / "checkpoints" / str(begin), copy / "checkpoints" / str(begin)
         )
         arguments = ["--config", str(copy / "config.json"), "--run-dir", str(copy)]
         arguments += ["--steps", str(step), "--log", "--watch.off", "all"]
-        ended = subprocess.run(
-            [sys.executable, "-m", program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", program, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"--replay: the steps from {begin + 1} to {step} took longer than "
+                f"--timeout-s, {timeout_s:g}"
+            ) from None
         rows = [*read_rows(copy / "metrics.jsonl")] if ended.returncode == 0 else []
         found = [row for row in rows if row["step"] == step]
     if not found:
@@ -183,6 +190,18 @@ def replayed(case: Case, step: int, timeout_s: float) -> tuple[bool, list[str]]:
         f"  {name}: {then[name]} then, {now.get(name)} now" for name in apart[:10]
     ]
     return False, lines
+
+
+def _without_effects(file: Path) -> None:
+    """Takes out of a copied config.json what a replay must not do to the world."""
+    description = json.loads(file.read_text(encoding="utf-8"))
+    config = description["config"]
+    for name in ("push_to_hub", "profile", "log_rollouts"):
+        if name in config:
+            config[name] = None
+    config["callbacks"] = []
+    config.get("watch", {}).update(webhook=None, listen=None, rules=None)
+    file.write_text(json.dumps(description), encoding="utf-8")
 
 
 def _inject(config: DoctorConfig, console: Console) -> None:

@@ -6,6 +6,7 @@ answers no better, or worse. What a grader says trains nothing.
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -20,6 +21,8 @@ from jaxrl_post.programs.build.collector import open_judges
 from jaxrl_post.rollout.episode import Episode
 
 __all__ = ["Graders", "open_graders"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Tasks of each split that are compared when a grader is opened.
 COMPARED = 16
@@ -171,10 +174,18 @@ def _graded(
             answer = turn.said or Answer("assistant", turn.text, num_tokens=size)
             talk += (answer,)
         futures.append(grader.judges.submit(task, talk, number))
-    found = list[float | None]()
+    found, failed = list[float | None](), None
     for number, future in enumerate(futures):
         # The pool ends each judgement at its deadline, so this ends.
         outcome = future.result()
         grader.judges.end(number)
         found.append(None if outcome.step is None else float(outcome.step.reward))
+        failed = failed or (outcome if outcome.step is None else None)
+    if failed is not None:
+        _LOGGER.warning(
+            "--eval.graders %s: an answer could not be graded: %s: %s",
+            grader.name,
+            failed.kind,
+            (failed.error or "").strip().rpartition("\n")[2],
+        )
     return found

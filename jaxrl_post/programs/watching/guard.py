@@ -7,12 +7,13 @@ import math
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from jaxrl_post.config.checks import read_webhook
 from jaxrl_post.config.errors import ConfigError
@@ -36,6 +37,8 @@ _LOGGER = logging.getLogger(__name__)
 
 # Alarms of one rule that are told on the console; alarms.jsonl has all of them.
 TOLD = 3
+# Rows of metrics.jsonl that a resumed run follows: of its beginning, and of its end.
+FIRST, LAST = 300, 1000
 # Alarms of a run whose checkpoint and batch are kept.
 KEPT = 3
 
@@ -95,7 +98,7 @@ def open_watch(config: RunConfig) -> RunWatch:
         found = read_rules(config.watch.rules, config.watch.off)
         if config.watch.rules is not None:
             _check_metrics(found)
-            _check_named(found)
+            _check_named(found, options)
         return RunWatch(found, options)
     except RuleError as error:
         raise ConfigError(f"--watch.rules: {error}") from error
@@ -116,16 +119,16 @@ def _check_metrics(found: Iterable[Rule]) -> None:
                     )
 
 
-def _check_named(found: Iterable[Rule]) -> None:
-    """Refuses bounds that name an option which no program that samples has."""
-    known = flattened(asdict(RLConfig()))
+def _check_named(found: Iterable[Rule], own: Mapping[str, Any]) -> None:
+    """Refuses bounds and `options` that name an option which no program has."""
+    known = {**flattened(asdict(RLConfig())), **own}
     for rule in found:
-        for name in (each.bound for each in rule.conditions):
+        for name in (*(each.bound for each in rule.conditions), *rule.options):
             if isinstance(name, str) and name not in known:
                 near = difflib.get_close_matches(name, [*known], n=3, cutoff=0.5)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise RuleError(
-                    f"rule {rule.name}: there is no option {name!r}, which a bound "
+                    f"rule {rule.name}: there is no option {name!r}, which it "
                     f"names{hint}"
                 )
 
@@ -195,12 +198,37 @@ class Guard:
                 webhook = Webhook(read_webhook(self._config.webhook))
                 self._webhook = self._stack.enter_context(webhook)
             self._stack = self._stack.pop_all()
+        if self._directory.paused.exists():
+            _LOGGER.warning(
+                "the process before ended while the run was paused; it continues, and "
+                "%s is removed",
+                self._directory.paused,
+            )
+            self.end_pause()
         if self._directory.metrics.exists():
-            for row in read_rows(self._directory.metrics):
-                values = row["metrics"].items()
-                measured = {k: math.nan if v is None else v for k, v in values}
+            for row in self._followed():
+                values = dict(row.get("metrics") or {}).items()
+                measured = {
+                    k: math.nan if v is None else v
+                    for k, v in values
+                    if v is None or isinstance(v, int | float)
+                }
                 self.watch.look(row["step"], measured)
         return self
+
+    def _followed(self) -> list[dict[str, Any]]:
+        """The first rows of metrics.jsonl and the last: enough for every rule's past.
+
+        Rules look back over few values, or at the beginning of the run.
+        """
+        first = list[dict[str, Any]]()
+        last = deque[dict[str, Any]](maxlen=max(LAST, 5 * self.watch.longest_past))
+        for row in read_rows(self._directory.metrics):
+            if len(first) < FIRST:
+                first.append(row)
+            else:
+                last.append(row)
+        return [*first, *last]
 
     def __enter__(self) -> Self:
         return self
@@ -256,17 +284,20 @@ class Guard:
         folder = kept / f"step_{step:06d}-{acting.rule}"
         if folder.exists() or len([*kept.glob("step_*")]) >= KEPT:
             return
+        # A process that is killed here leaves nothing that looks whole.
+        making = kept / "unfinished"
         try:
-            folder.mkdir(parents=True)
-            write(folder)
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir(parents=True)
+            write(making)
             if checkpoint.is_dir():
-                shutil.copytree(
-                    checkpoint, folder / "checkpoint", copy_function=_linked
-                )
-            replace_file(folder / "alarm.txt", f"{acting.told}\n".encode())
+                target = making / "checkpoint"
+                shutil.copytree(checkpoint, target, copy_function=_linked)
+            replace_file(making / "alarm.txt", f"{acting.told}\n".encode())
+            making.rename(folder)
         except OSError as error:
             _LOGGER.warning("alarm: nothing is kept in %s: %s", folder, error)
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(making, ignore_errors=True)
             return
         _LOGGER.warning(
             "alarm: checkpoint and batch of step %d are in %s", step, folder

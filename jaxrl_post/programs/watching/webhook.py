@@ -20,6 +20,16 @@ TIMEOUT_S, END_S = 10.0, 5.0
 WAITING = 100
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirection for a failure: a post would become a GET without its body."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 class Webhook:
     """Posts JSON objects in a thread; a post that fails or hangs is told once.
 
@@ -65,10 +75,11 @@ class Webhook:
                 self._url, body, {"Content-Type": "application/json"}
             )
             try:
-                with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                with _OPENER.open(request, timeout=self._timeout_s) as answer:
                     answer.read(1)
-            except (OSError, ValueError) as error:
-                # The error of a URL has it in its text, and the URL is a secret.
+            # Whatever a server sends, the thread stays. The text of an error may have
+            # the URL, which is a secret.
+            except Exception as error:
                 reason = getattr(error, "code", None) or type(error).__name__
                 self._tell(f"a post failed ({reason})")
 
