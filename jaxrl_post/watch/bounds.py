@@ -229,7 +229,7 @@ class Series:
             return False
         match condition.kind:
             case "times":
-                # Of negative values too: further above by so many times their size.
+                # For negative values too: further above by so many times their size.
                 return apart > (bound - 1) * abs(centre)
             case "share":
                 return apart > (1 - bound) * abs(centre)

@@ -30,7 +30,7 @@ def crossings(values, kind, bound, **options):
         ("rises", 2.0, [1.0, 2.0, 3.0, 4.9], []),
         ("falls", 2.0, [1.0, 2.0, 3.0, -1.0], [3]),
         ("falls", 2.0, [1.0, 2.0, 3.0, -0.9], []),
-        # Of negative values: by their size.
+        # Negative values move by their size.
         ("share", 0.7, [-10.0, -10.0, -10.0, -12.9, -13.1], [4]),
         ("times", 3.0, [-1.0, -1.0, -1.0, 0.9, 1.1], [4]),
         # The mean of the first three is 2.

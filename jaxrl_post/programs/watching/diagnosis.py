@@ -30,7 +30,7 @@ BEFORE = 50
 FULL = 16 * 2**20
 # A step counts as stuck after so many times the median step, and so many seconds.
 STUCK, STUCK_S = 20, 60.0
-# What a row of alarms.jsonl has, if it lacks it.
+# Values of a row of alarms.jsonl that lacks them.
 ALARM = dict.fromkeys(("rule", "action", "means", "causes", "look", "evidence"), "")
 # Rules that tell a consequence, to which a rule that tells a cause is preferred if its
 # alarm begins within so many steps.

@@ -77,7 +77,7 @@ class Webhook:
             try:
                 with _OPENER.open(request, timeout=self._timeout_s) as answer:
                     answer.read(1)
-            # Whatever a server sends, the thread stays. The text of an error may have
+            # The thread outlives any answer of a server. The text of an error may have
             # the URL, which is a secret.
             except Exception as error:
                 reason = getattr(error, "code", None) or type(error).__name__
