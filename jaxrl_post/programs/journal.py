@@ -173,6 +173,8 @@ class RunJournal:
         if processes.count() > 1:
             position = training.indices.get_state()
             check_same_state(f"after step {step}", metrics, position)
+        # The machine of process 0.
+        metrics |= {} if self._guard is None else self._guard.host()
         # A signal may reach only one of several processes.
         self._stopped = any(processes.exchange("stop", self._should_stop()))
         evaluates = config.eval.due(step, config.steps)
@@ -183,7 +185,6 @@ class RunJournal:
         # Without the row of this step, which is written again.
         logged = self._counts()
         events, gained = [self._event("step", metrics)], False
-        metrics |= {} if self._guard is None else self._guard.host()
         if evaluates and not due:
             found = self._measured(step)
             metrics |= found
@@ -250,9 +251,10 @@ class RunJournal:
             found = self._measured(self.step)
             if latest is None:
                 run.best.require(found)
-            if found or pending:
-                acting = self._watched(self.step, (pending or {}) | found)
-            self._rows.write(self.step, (pending or {}) | found)
+            row = (pending or {}) | found
+            if row:
+                acting = self._watched(self.step, row)
+            self._rows.write(self.step, row)
             if latest is None and found:
                 self._progress.update(0, found)
             events.append(self._event("evaluation", found))

@@ -282,7 +282,8 @@ class OnlineTrainer(Trainer):
         groups = [each for each in batch if isinstance(each, Group)]
         self.groups = groups
         begin = time.perf_counter()
-        graded = self.graders.trained([e for g in groups for e in g.episodes])
+        episodes = [episode for group in groups for episode in group.episodes]
+        graded = self._graded(lambda: self.graders.trained(episodes))
         if graded:
             metrics |= graded | {"time/graders": time.perf_counter() - begin}
         if self._rollouts is not None and self.config.log_rollouts is not None:
@@ -292,6 +293,13 @@ class OnlineTrainer(Trainer):
             "train", groups, self.config.log_samples, self._trains
         )
         return metrics, groups
+
+    def _graded(self, grade: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """The held-out graders' metrics, which process 0 measures for all."""
+        if not self.config.eval.graders:
+            return {}
+        found = {} if processes.index() else grade()
+        return processes.exchange("graders", found)[0]
 
     def _trains(self, episode: Episode) -> bool:
         """Whether the sampled tokens of an episode are trained on."""
@@ -394,7 +402,8 @@ class OnlineTrainer(Trainer):
         shown = _samples("eval", evaluation.groups, self.config.log_eval_samples)
         self._samples.write(number, [*shown, *self._trained_on])
         answers = [each.episodes[0] for each in evaluation.groups]
-        return _evaluated(evaluation) | self.graders.evaluated(answers)
+        graded = self._graded(lambda: self.graders.evaluated(answers))
+        return _evaluated(evaluation) | graded
 
 
 def _tell_published(tell: Tell, version: int, size: int, seconds: float) -> None:

@@ -93,9 +93,15 @@ def test_the_reference_becomes_the_mixture_every_two_steps(dtype, mixup):
     start = [each.astype(np.float64) for each in host(state.params)]
     state, weights = moved(state)
     for number in (1, 2):
-        assert reference.follow(state, number) == {"reference/last_sync": 0.0}
+        assert reference.follow(state, number) == {
+            "reference/changed": 0.0,
+            "reference/last_sync": 0.0,
+        }
         assert_same(reference.whole(reference.params), model.params)
-    assert reference.follow(state, 3) == {"reference/last_sync": 2.0}
+    assert reference.follow(state, 3) == {
+        "reference/changed": 0.0,
+        "reference/last_sync": 2.0,
+    }
     mixed = [
         mixup * new + (1 - mixup) * old for new, old in zip(weights, start, strict=True)
     ]
@@ -108,7 +114,10 @@ def test_the_reference_becomes_the_mixture_every_two_steps(dtype, mixup):
     whole = reference.whole(reference.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(whole)} == {jnp.dtype(dtype)}
     before = host(reference.params)
-    assert reference.follow(state, 4) == {"reference/last_sync": 2.0}
+    assert reference.follow(state, 4) == {
+        "reference/changed": 0.0,
+        "reference/last_sync": 2.0,
+    }
     assert_same(reference.params, before)
 
 

@@ -24,11 +24,12 @@ from jaxrl_post.records.timeline import read_timeline
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests.programs.test_judge import made
 from tests.programs.trainers import CONFIG, RL, make_model
+from tests.steady import UNSTEADY
 from tests.tiers import daily
 
 STEPS = 5
 # Seconds, and what depends on them; the probe, which runs in turns do not have.
-TIMED = ("time/", "throughput/", "idle/", "publish/", "sampler/", "mismatch/probe")
+TIMED = (*UNSTEADY, "idle/", "publish/", "sampler/", "mismatch/probe")
 
 
 @pytest.fixture(scope="module")

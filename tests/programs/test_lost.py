@@ -395,7 +395,7 @@ def test_a_disk_that_fills_in_the_warm_start_costs_nothing_but_time(done, tmp_pa
     assert f.value.filename == f"{ours.run_dir}/initial"
     assert "ulimit -f" in str(f.value)
     left = {each.name for each in Path(ours.run_dir).iterdir()}
-    assert left == {"config.json", "checkpoints"}
+    assert left == {"config.json", "checkpoints", "ending.json"}
     outcome, output = go_on(ours)
     assert outcome.completed
     assert "warm start: 2 supervised steps" in output

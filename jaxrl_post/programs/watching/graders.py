@@ -19,6 +19,7 @@ from jaxrl_post.envs.workers.interface import Judgement
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.programs.build.collector import open_judges
 from jaxrl_post.rollout.episode import Episode
+from jaxrl_post.sharding import processes
 
 __all__ = ["Graders", "open_graders"]
 
@@ -114,6 +115,10 @@ def open_graders(config: RLConfig, environment: Environment) -> Iterator[Graders
     rollout = dataclasses.replace(
         config.rollout, reward_workers=min(WORKERS, config.rollout.reward_workers)
     )
+    if processes.index():
+        # Process 0 grades for all.
+        yield Graders()
+        return
     with contextlib.ExitStack() as stack:
         graders = list[HeldOutGrader]()
         for text in config.eval.graders:
