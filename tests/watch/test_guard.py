@@ -140,17 +140,24 @@ def test_keep_keeps_checkpoint_and_batch(base, tmp_path):
 
 def test_pause_waits_until_the_file_is_removed(base, tmp_path, monkeypatch):
     config = with_rule(base, tmp_path, "pause")
-    file = Path(config.run_dir) / "paused.json"
-    seen = []
+    file, seen = Path(config.run_dir) / "paused.json", []
+    monkeypatch.setattr(journal, "PAUSE_POLL_S", 0.01)
 
-    def look(seconds):
+    def person():
+        until = time.monotonic() + 120
+        while not file.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         seen.append(json.loads(file.read_text()))
-        if len(seen) == 3:
-            file.unlink()
+        seen.append(steps(config))
+        file.unlink()
 
-    monkeypatch.setattr(journal.time, "sleep", look)
+    thread = threading.Thread(target=person, daemon=True)
+    thread.start()
     out = go_on(config)
-    assert [each["rule"] for each in seen] == ["second"] * 3
+    thread.join(120)
+    assert seen[0]["rule"] == "second"
+    # The run stood still, with its second step logged.
+    assert seen[1] == [0, 1, 2]
     assert "paused at step 2 by the rule second" in out
     assert steps(config) == [0, 1, 2, 3, 4]
 
