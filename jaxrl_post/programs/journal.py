@@ -163,9 +163,10 @@ class RunJournal:
             first = False
 
     def end(self, step: int, metrics: dict[str, float]) -> None:
-        """Ends a step: looks for signals, evaluates, logs, saves.
+        """Ends a step: looks for signals, evaluates, watches, logs, saves.
 
-        A signal ends the run, and so does an evaluation after which `Best.ended`.
+        A signal ends the run, and so do an evaluation after which `Best.ended` and an
+        alarm whose rule says so.
         """
         config, training = self._run.config, self._training
         self.step = step
@@ -197,7 +198,7 @@ class RunJournal:
         self._stopped = self._stopped or (acting is not None and acting.stops)
         last = step == config.steps or self._stopped
         # Row before checkpoint: if the run dies in between, resuming cuts it off.
-        if step % self._log_every == 0 or evaluates or last:
+        if step % self._log_every == 0 or evaluates or last or acting:
             self._rows.write(step, metrics, awaits_more=due)
         self._progress.update(step, metrics)
         begin = time.perf_counter()
