@@ -18,7 +18,7 @@ from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.ending import Ending, read_ending
 from jaxrl_post.records.lock import holder_of
-from jaxrl_post.records.metric_table import TRUNCATED, row_of
+from jaxrl_post.records.metric_table import MISMATCH, TRUNCATED, row_of
 
 __all__ = ["Case", "Diagnosis", "diagnosed", "read_case"]
 
@@ -36,6 +36,8 @@ ALARM = dict.fromkeys(("rule", "action", "means", "causes", "look", "evidence"),
 # alarm begins within so many steps.
 GENERAL = ("mismatch", "mismatch-kl", "off-policy", "effective-samples", "not-finite")
 NEAR = 3
+# Factor up to which sampler and trainer agree, in any precision.
+AGREED = 1.03
 # Share of the answers that are cut, from the first step on, if none ever ends.
 NEVER_ENDS = 0.9
 
@@ -323,6 +325,13 @@ def _ended_by_error(case: Case) -> Diagnosis | None:
         if kind == "mismatch" and alarm is not None and alarm["rule"] not in GENERAL:
             kind, remedy = alarm["rule"], alarm["look"]
             cause = f"{kind}: {alarm['means']} Then {sentence}, after step {case.step}."
+        elif kind == "mismatch" and (case.values(MISMATCH) or [2.0])[0] <= AGREED:
+            kind = "stale-weights"
+            cause = (
+                f"{kind}: sampler and trainer agreed at first, and differ after step "
+                f"{case.step}: the sampler does not follow the updates"
+            )
+            remedy = "Publish every version to the sampler; restart samplers of yours."
         evidence += [*_alarmed(case), *_failures(case)]
         return Diagnosis(kind, cause, evidence, remedy)
     if ending.error in ("ConfigError", "MeshError", "TokenizerError", "RewrittenError"):
