@@ -113,7 +113,7 @@ class Updater:
         pieces, found = self._minibatches(sequences, number)
         metrics |= found
         if values is not None:
-            metrics |= audit(groups, values, pieces, self._trains)
+            metrics |= audit(groups, values, pieces, self.trains)
         try:
             metrics |= self._train(pieces, number)
         except UpdateError as error:
@@ -166,7 +166,7 @@ class Updater:
         metrics = rollout_metrics(groups, self.advantages, version)
         return made, values, metrics | correlations(groups)
 
-    def _trains(self, episode: Episode) -> bool:
+    def trains(self, episode: Episode) -> bool:
         """Whether the sampled tokens of an episode are trained on."""
         skips = self.config.rollout.truncated == "mask"
         return batching.is_trained(episode, skip_truncated=skips)

@@ -29,7 +29,6 @@ from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.rollouts import RolloutLog
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
 from jaxrl_post.records.timeline import Timeline
-from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.ahead import Ahead
 from jaxrl_post.rollout.buffer import Buffer
 from jaxrl_post.rollout.episode import Episode, Group
@@ -288,9 +287,9 @@ class OnlineTrainer(Trainer):
             metrics |= graded | {"time/graders": time.perf_counter() - begin}
         if self._rollouts is not None and self.config.log_rollouts is not None:
             advantages = self.updater.advantages
-            self._rollouts.write(number, groups, advantages, self._trains)
+            self._rollouts.write(number, groups, advantages, self.updater.trains)
         self._trained_on = _samples(
-            "train", groups, self.config.log_samples, self._trains
+            "train", groups, self.config.log_samples, self.updater.trains
         )
         return metrics, groups
 
@@ -300,11 +299,6 @@ class OnlineTrainer(Trainer):
             return {}
         found = {} if processes.index() else grade()
         return processes.exchange("graders", found)[0]
-
-    def _trains(self, episode: Episode) -> bool:
-        """Whether the sampled tokens of an episode are trained on."""
-        skips = self.config.rollout.truncated == "mask"
-        return batching.is_trained(episode, skip_truncated=skips)
 
     def update(self, batch: Any, number: int) -> Update:
         """Trains on the batch of a step."""
@@ -349,7 +343,9 @@ class OnlineTrainer(Trainer):
         """Writes the samples of the last step as JSON lines."""
         count = sum(len(group.episodes) for group in self.groups)
         with SampleLog(RunDirectory(folder)) as log:
-            log.write(self._step, _samples("train", self.groups, count, self._trains))
+            log.write(
+                self._step, _samples("train", self.groups, count, self.updater.trains)
+            )
 
     def counts(self) -> dict[str, int]:
         """The number of logged samples and events, and of files of rollouts."""

@@ -22,6 +22,7 @@ __all__ = [
     "RunDescription",
     "RunDirectory",
     "json_rows",
+    "last_rows",
     "read_rows",
 ]
 
@@ -205,6 +206,28 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     for row, _ in _rows(path):
         yield row
+
+
+def last_rows(path: Path, most: int, most_bytes: int) -> list[dict[str, Any]]:
+    """Returns the last rows of a log that are whole, reading its end alone.
+
+    Args:
+        path: of the log.
+        most: number of rows.
+        most_bytes: that are read; rows that begin before them are left out.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
+    >>> _ = path.write_text('{"step": 1}\\n{"step": 2}\\n{"step": 3}\\n{"st')
+    >>> last_rows(path, 2, 1000), last_rows(path, 9, 20)
+    ([{'step': 2}, {'step': 3}], [{'step': 3}])
+    """
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+        file.seek(begin)
+        lines = file.read().splitlines()
+    found = [_object(line) for line in (lines[1:] if begin else lines)]
+    return [row for row in found if row is not None and "step" in row][-most:]
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

@@ -17,6 +17,7 @@ __all__ = [
     "REWARD",
     "TOKENS_PER_SECOND",
     "TRUNCATED",
+    "UNSTEADY",
     "Row",
     "better",
     "row_of",
@@ -29,6 +30,9 @@ ACCURACY = "eval/accuracy"
 TRUNCATED = "rollout/truncated_fraction"
 MISMATCH = "mismatch/token_mult_prob_error"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
+# Beginnings of the names of metrics that depend on the machine and its load: two equal
+# runs share all others.
+UNSTEADY = ("time/", "throughput/", "host/", "watch/")
 
 
 @dataclass(frozen=True)

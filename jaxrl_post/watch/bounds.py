@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "BOUNDS",
     "FIRST",
+    "READ",
     "Condition",
     "RuleError",
     "Series",
@@ -43,6 +44,12 @@ RELATIVE, TRENDS = ("times", "share", "rises", "falls"), ("climbs", "sinks")
 FIRST = ("gains", "loses")
 # For which the smallest of several values is the worst.
 LOW = ("below", "share", "falls", "loses", "sinks")
+# Keys that only some kinds of bounds read.
+READ = {
+    "least": (*RELATIVE, *TRENDS),
+    "past": (*RELATIVE, *TRENDS),
+    "known": (*RELATIVE, *FIRST),
+}
 # Most values that a bound looks back over, and the largest bound.
 MOST, LARGEST = 100_000, 1e300
 # A normal distribution's standard deviation in median absolute deviations.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from jaxrl_post.jsonl import json_file
-from jaxrl_post.watch.bounds import BOUNDS, Condition, RuleError
+from jaxrl_post.watch.bounds import BOUNDS, READ, Condition, RuleError
 from jaxrl_post.watch.bounds import check as check_bound
 
 __all__ = ["ACTIONS", "ALL", "Rule", "default_rules", "read_rules"]
@@ -103,7 +103,9 @@ def read_rules(file: str | None = None, off: tuple[str, ...] = ()) -> tuple[Rule
             )
         before = tables.get(name, {})
         if any(key in row for key in BOUNDS):
-            before = {key: item for key, item in before.items() if key not in BOUNDS}
+            # What belonged to the bound before does not belong to another one.
+            left = {*BOUNDS, *READ}
+            before = {key: item for key, item in before.items() if key not in left}
         tables[name] = before | row
     for name in off:
         if name != ALL and name not in tables:
@@ -179,6 +181,12 @@ def _condition(row: Mapping[str, Any], where: str) -> Condition:
             f"{where}: needs one bound among {', '.join(BOUNDS)}; got "
             f"{' and '.join(kinds) or 'none'}. `also` takes further conditions"
         )
+    for key, readers in READ.items():
+        if key in row and kinds[0] not in readers:
+            raise RuleError(
+                f"{where}: {key} is read by {', '.join(readers)}, not by {kinds[0]}; "
+                "drop it"
+            )
     own = {key: item for key, item in row.items() if key not in BOUNDS}
     _check_types(Condition, own, where)
     if not own.get("metric"):

@@ -23,8 +23,8 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.messages import Message
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from tests.e2e.conftest import QUICK
-from tests.steady import UNSTEADY
 
 CONFIG = ModelConfig(
     "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=256,

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from launch.several import AGAIN
 from tests.e2e.conftest import EPISODES, QUICK, programs
 from tests.hub_server import Hub, serving
-from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 

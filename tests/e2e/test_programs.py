@@ -14,8 +14,8 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from tests.e2e.conftest import QUICK, ROOT, programs
-from tests.steady import UNSTEADY
 
 # Eight query and four key/value heads, so that tp4 divides both.
 CONFIG = ModelConfig(

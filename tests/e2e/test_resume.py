@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from tests.e2e.conftest import EPISODES, QUICK
-from tests.steady import UNSTEADY
 
 STEPS = 24
 # Every part that has state: updates from an earlier policy, groups that wait, and a

@@ -10,7 +10,7 @@ from jaxrl_post import models, pretrained
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.records.directory import read_rows
-from tests.steady import UNSTEADY
+from jaxrl_post.records.metric_table import UNSTEADY
 
 SMALL = (
     "--recipe=lookup",

@@ -20,11 +20,11 @@ from jaxrl_post.learner import model
 from jaxrl_post.learner.updater import Updater
 from jaxrl_post.programs import online
 from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from jaxrl_post.records.timeline import read_timeline
 from jaxrl_post.sharding import MeshError, create_mesh
 from tests.programs.test_judge import made
 from tests.programs.trainers import CONFIG, RL, make_model
-from tests.steady import UNSTEADY
 from tests.tiers import daily
 
 STEPS = 5

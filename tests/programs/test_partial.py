@@ -13,12 +13,12 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import Task, TaskSequence, WorkerPool
 from jaxrl_post.programs.build.engine import make_engine
 from jaxrl_post.programs.rl import OnlineTrainer
+from jaxrl_post.records.metric_table import UNSTEADY
 from jaxrl_post.rollout.episode import Group
 from jaxrl_post.rollout.flight import ChangedTaskError
 from tests.packed_rows import sequences_in
 from tests.programs.trainers import RL, assert_same, changed, make_trainer
 from tests.rollout.test_batch import turns_of
-from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 

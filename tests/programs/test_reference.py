@@ -30,6 +30,7 @@ from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.pretrained.name_map import paths
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from tests.programs.test_reward import NOWHERE
 from tests.programs.trainers import (
     CONFIG,
@@ -39,7 +40,6 @@ from tests.programs.trainers import (
     make_model,
     make_trainer,
 )
-from tests.steady import UNSTEADY
 from tests.tiers import daily
 
 KL = "policy/kl_to_reference"

@@ -14,6 +14,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.learner.learner import DivergenceError
+from jaxrl_post.records.metric_table import UNSTEADY
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.batch import GroupFacts
 from jaxrl_post.rollout.collector import FailedRolloutsError
@@ -28,7 +29,6 @@ from tests.programs.trainers import (
     make_trainer,
     with_last_turn,
 )
-from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 

@@ -18,10 +18,10 @@ from jaxrl_post.config.run import CheckpointConfig, EvalConfig
 from jaxrl_post.programs.online import run_rl
 from jaxrl_post.programs.run import RunResult
 from jaxrl_post.records.directory import read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.records.tracing import Tracing
 from tests.programs.trainers import CONFIG, RL, make_model
-from tests.steady import UNSTEADY
 
 pytestmark = pytest.mark.processes
 

@@ -71,11 +71,16 @@ def test_programs_on_data_sets_take_a_step(base):
 def test_a_fault_of_the_step_fails(model, monkeypatch, trap, names):
     mismatch = dataclasses.replace(RL.mismatch, warn=1.0001, stop=1.01)
 
-    def prepare(self, trainer):
-        self.trainer = trainer
-        TRAPS[trap].plant(trainer)
+    run_rl = checkup.run_rl
 
-    monkeypatch.setattr(checkup._Seen, "prepare", prepare)
+    def planted(config, *, prepare, **options):
+        def both(trainer):
+            prepare(trainer)
+            TRAPS[trap].plant(trainer)
+
+        return run_rl(config, prepare=both, **options)
+
+    monkeypatch.setattr(checkup, "run_rl", planted)
     _, failed = checked(rl(model, mismatch=mismatch))
     assert names <= set(failed)
 

@@ -36,7 +36,7 @@ from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.watch.alarms import RunWatch
 from jaxrl_post.watch.bounds import Condition
-from jaxrl_post.watch.rule import Rule
+from jaxrl_post.watch.rule import Rule, default_rules
 from tests.programs.conftest import coin as coin
 from tests.programs.trainers import CONFIG, make_model
 
@@ -241,6 +241,14 @@ def test_a_rule_that_is_raised_again_and_again_is_told_three_times(tmp_path, cap
     assert sum(text.startswith("alarm: high") for text in told) == 3
     assert sum("--watch.off high" in text for text in told) == 1
     assert len(read_alarms(RunDirectory(tmp_path / "run"))) == 10
+
+
+def test_a_rule_of_ones_own_that_was_never_used_is_told(tmp_path, caplog):
+    with opened(tmp_path, [HIGH, *default_rules()]) as guard:
+        guard.look(1, {"b": 2.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "--watch.rules: no step had a, so the rule high was never used"
+    ]
 
 
 def test_few_alarms_are_kept(tmp_path):

@@ -53,6 +53,8 @@ def test_a_file_changes_and_adds_rules(tmp_path):
 action = "stop"
 [clipping]
 below = 0.1
+[slower]
+below = 100
 [mine]
 metric = "reward/mean"
 per = "time/step"
@@ -67,6 +69,9 @@ also = [{metric = "env/<metric>", share = 0.5}]
     same = before["reward-collapse"]
     assert found["reward-collapse"].conditions == same.conditions
     assert found["clipping"].conditions[0].kind == "below"
+    # The bound against the past had `after`, which stays, and no bound has `past` left.
+    assert found["slower"].conditions[0].kind == "below"
+    assert found["slower"].conditions[0].after == 5
     assert found["clipping"].means == before["clipping"].means
     assert [each.kind for each in found["mine"].conditions] == ["above", "share"]
     assert [*found] == [*before, "mine"]
@@ -98,6 +103,8 @@ MINE = '[mine]\nmetric = "reward/mean"\nmeans = "a"\n'
         (MINE + "times = 1", "times must be greater than 1; got 1"),
         (MINE + "share = 1.5", r"share must be in \(0, 1\); got 1.5"),
         (MINE + "rises = -1", "rises must be greater than 0; got -1"),
+        (MINE + "above = 1\npast = 9", "past is read by times, .*, not by above; drop"),
+        (MINE + "climbs = 3\nknown = 9", "known is read by .*, not by climbs; drop it"),
         (MINE + "gains = 0", "gains must be greater than 0; got 0"),
         (MINE + "times = 2\npast = 10000000", "past must be at most 100,000"),
         (MINE + "times = 2\npast = 5\nknown = 9", "known must be at most past, 5"),

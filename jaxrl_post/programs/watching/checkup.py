@@ -66,16 +66,6 @@ class Check:
     remedy: str = ""
 
 
-@dataclass
-class _Seen:
-    """The trainer of the small step."""
-
-    trainer: OnlineTrainer | None = None
-
-    def prepare(self, trainer: OnlineTrainer) -> None:
-        self.trainer = trainer
-
-
 def run_checkup(config: RunConfig, *, console: Console, command: str = "") -> None:
     """Checks the configuration of a run, and prints a line for each check.
 
@@ -110,12 +100,13 @@ def run_checkup(config: RunConfig, *, console: Console, command: str = "") -> No
         for found in _rewards(config, environment):
             tell(found)
     with tempfile.TemporaryDirectory() as folder:
-        small, seen = _small(config, Path(folder) / "run"), _Seen()
+        small = _small(config, Path(folder) / "run")
+        trainers = list[OnlineTrainer]()
         quiet = Console(quiet=True)
         begin, error = time.perf_counter(), None
         try:
             if isinstance(small, RLConfig):
-                run_rl(small, console=quiet, command="", prepare=seen.prepare)
+                run_rl(small, console=quiet, command="", prepare=trainers.append)
             elif isinstance(small, OfflineConfig):
                 run_offline(small, console=quiet, command="")
         except UpdateError as refused:
@@ -133,12 +124,12 @@ def run_checkup(config: RunConfig, *, console: Console, command: str = "") -> No
         for alarm in read_alarms(directory):
             evidence = f"{alarm['means']} {alarm['evidence']}"
             tell(Check(alarm["rule"], "fail", evidence, alarm["look"]))
-    if seen.trainer is not None:
+    for trainer in trainers:
         # A preset writes noise until its warm start, which the small step leaves out.
         noise = bool(config.warm_start.steps) and config.model in PRESETS
-        for found in _sampled(seen.trainer, metrics, noise=noise):
+        for found in _sampled(trainer, metrics, noise=noise):
             tell(found)
-        _show(seen.trainer, console)
+        _show(trainer, console)
     failed = [each.name for each in checks if each.verdict == "fail"]
     warned = sum(each.verdict == "warn" for each in checks)
     passed = len(checks) - len(failed) - warned

@@ -15,15 +15,16 @@ from jaxrl_post.learner.checkpoint import UNREAD
 from jaxrl_post.learner.manifest import find_damage
 from jaxrl_post.records import notation
 from jaxrl_post.records.alarms import read_alarms
-from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.directory import RunDirectory, last_rows, read_rows
 from jaxrl_post.records.ending import Ending, read_ending
 from jaxrl_post.records.lock import holder_of
 from jaxrl_post.records.metric_table import MISMATCH, TRUNCATED, row_of
 
 __all__ = ["Case", "Diagnosis", "diagnosed", "read_case"]
 
-# Rows and samples that are kept while a log is read.
-ROWS, SAMPLES = 2000, 200
+# Rows that are kept while metrics.jsonl is read; samples, and bytes at the end of
+# samples.jsonl, which may be larger than memory.
+ROWS, SAMPLES, SAMPLE_BYTES = 2000, 200, 2**24
 # Rows before an alarm that its step is compared with.
 BEFORE = 50
 # Free bytes under which a disk counts as full.
@@ -164,7 +165,7 @@ def read_case(directory: RunDirectory) -> Case:
         alarms=read(directory.alarms, alarms, []),
         samples=read(
             directory.samples,
-            lambda: [*deque(read_rows(directory.samples), maxlen=SAMPLES)],
+            lambda: last_rows(directory.samples, SAMPLES, SAMPLE_BYTES),
             [],
         ),
         ending=read_ending(directory.ending),

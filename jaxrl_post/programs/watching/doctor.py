@@ -36,15 +36,14 @@ from jaxrl_post.programs.watching.diagnosis import (
 from jaxrl_post.programs.watching.guard import AlarmError
 from jaxrl_post.programs.watching.traps import TRAPS
 from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.metric_table import UNSTEADY
 
 __all__ = ["UnhealthyError", "planted", "replayed", "run_doctor"]
 
 # Steps of a run with a planted fault.
 STEPS = 6
-# Beginnings of metrics that depend on the machine and its load.
-UNSTEADY = ("time/", "throughput/", "host/", "watch/")
 # Parts of a run directory that a replay reads.
-COPIED = ("config.json", "saved.json", "initial", "metrics.jsonl", "samples.jsonl")
+COPIED = ("config.json", "saved.json", "initial")
 
 
 class UnhealthyError(Exception):
@@ -129,33 +128,23 @@ def replayed(case: Case, step: int, timeout_s: float) -> tuple[bool, list[str]]:
     before = [int(each) for each in saved if each.isdecimal() and int(each) < step]
     words = str(case.description.get("command", "")).split()
     program = next((each for each in words if each.startswith("launch.")), None)
-    if not wanted or not before or program is None:
-        missing = (
-            "its row in metrics.jsonl"
-            if not wanted
-            else "a checkpoint before it; --checkpoint.every and --checkpoint.keep say "
-            "which there are"
-            if not before
-            else "the program's name in config.json"
-        )
-        raise ValueError(
-            f"--replay: step {step} cannot be taken again without {missing}"
-        )
+    for there, missing in (
+        (wanted, "its row in metrics.jsonl"),
+        (
+            before,
+            "a checkpoint before it; see --checkpoint.every and --checkpoint.keep",
+        ),
+        (program, "the program's name in config.json"),
+    ):
+        if not there:
+            raise ValueError(
+                f"--replay: step {step} cannot be taken again without {missing}"
+            )
+    assert program is not None
     begin = max(before)
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "run"
-        copy.mkdir()
-        for name in COPIED:
-            source = path / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name)
-            elif source.exists():
-                shutil.copy2(source, copy / name)
-        _without_effects(copy / "config.json")
-        shutil.copytree(
-            path / "checkpoints" / str(begin), copy / "checkpoints" / str(begin)
-        )
-        arguments = ["--config", str(copy / "config.json"), "--run-dir", str(copy)]
+        copy = RunDirectory(_copied(path, begin, Path(folder) / "run"))
+        arguments = ["--config", str(copy.config), "--run-dir", str(copy.path)]
         arguments += ["--steps", str(step), "--log", "--watch.off", "all"]
         try:
             ended = subprocess.run(
@@ -169,27 +158,39 @@ def replayed(case: Case, step: int, timeout_s: float) -> tuple[bool, list[str]]:
                 f"--replay: the steps from {begin + 1} to {step} took longer than "
                 f"--timeout-s, {timeout_s:g}"
             ) from None
-        rows = [*read_rows(copy / "metrics.jsonl")] if ended.returncode == 0 else []
-        found = [row for row in rows if row["step"] == step]
+        rows = [*read_rows(copy.metrics)] if ended.returncode == 0 else []
+    found = [row for row in rows if row["step"] == step]
     if not found:
         raise ValueError(
             f"--replay: the steps from {begin + 1} to {step} ended with an error: "
             f"{(ended.stderr or ended.stdout).strip()[-600:]}"
         )
-    names = [name for name in wanted[0]["metrics"] if not name.startswith(UNSTEADY)]
-    # The last step of a run has an evaluation, which the step may have lacked.
     then, now = wanted[0]["metrics"], found[0]["metrics"]
+    # The last step of a run has an evaluation, which the step may have lacked.
+    names = [name for name in then if not name.startswith(UNSTEADY)]
     apart = [name for name in names if then[name] != now.get(name)]
     if not apart:
         return True, [
             f"replay: step {step} again, from the checkpoint of step {begin}: all "
             f"{len(names)} metrics are the same to the last bit"
         ]
-    lines = [f"replay: of {len(names)} metrics of step {step} {len(apart)} differ:"]
-    lines += [
-        f"  {name}: {then[name]} then, {now.get(name)} now" for name in apart[:10]
-    ]
-    return False, lines
+    told = [f"  {name}: {then[name]} then, {now.get(name)} now" for name in apart[:10]]
+    first = f"replay: of {len(names)} metrics of step {step} {len(apart)} differ:"
+    return False, [first, *told]
+
+
+def _copied(path: Path, step: int, copy: Path) -> Path:
+    """Copies what a run needs to resume at a step, and no log; returns the copy."""
+    copy.mkdir()
+    for source in (path / name for name in COPIED):
+        if source.is_dir():
+            shutil.copytree(source, copy / source.name)
+        elif source.exists():
+            shutil.copy2(source, copy)
+    _without_effects(copy / "config.json")
+    checkpoint = Path("checkpoints") / str(step)
+    shutil.copytree(path / checkpoint, copy / checkpoint)
+    return copy
 
 
 def _without_effects(file: Path) -> None:

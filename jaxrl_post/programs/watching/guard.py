@@ -29,7 +29,7 @@ from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.metric_table import row_of, rows
 from jaxrl_post.watch.alarms import NOT_FINITE, RAISED, Alarm, RunWatch
 from jaxrl_post.watch.bounds import RuleError, pattern_of
-from jaxrl_post.watch.rule import Rule, read_rules
+from jaxrl_post.watch.rule import Rule, default_rules, read_rules
 
 __all__ = ["Acting", "AlarmError", "Guard", "acting_of", "open_watch"]
 
@@ -197,6 +197,7 @@ class Guard:
             if self._config.webhook is not None:
                 webhook = Webhook(read_webhook(self._config.webhook))
                 self._webhook = self._stack.enter_context(webhook)
+            self._follow()
             self._stack = self._stack.pop_all()
         if self._directory.paused.exists():
             _LOGGER.warning(
@@ -205,16 +206,20 @@ class Guard:
                 self._directory.paused,
             )
             self.end_pause()
-        if self._directory.metrics.exists():
-            for row in self._followed():
-                values = dict(row.get("metrics") or {}).items()
-                measured = {
-                    k: math.nan if v is None else v
-                    for k, v in values
-                    if v is None or isinstance(v, int | float)
-                }
-                self.watch.look(row["step"], measured)
         return self
+
+    def _follow(self) -> None:
+        """Holds the logged steps of a resumed run against the rules, and tells none."""
+        if not self._directory.metrics.exists():
+            return
+        for row in self._followed():
+            values = dict(row.get("metrics") or {}).items()
+            measured = {
+                k: math.nan if v is None else v
+                for k, v in values
+                if v is None or isinstance(v, int | float)
+            }
+            self.watch.look(row["step"], measured)
 
     def _followed(self) -> list[dict[str, Any]]:
         """The first rows of metrics.jsonl and the last: enough for every rule's past.
@@ -239,7 +244,21 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            self._tell_unused()
         self._stack.__exit__(kind, error, trace)
+
+    def _tell_unused(self) -> None:
+        """Tells which rules of the user's own no step could be held against."""
+        usual = default_rules()
+        own = {rule.name for rule in self.watch.rules if rule not in usual}
+        for name, metrics in self.watch.never_measured().items():
+            if name in own:
+                _LOGGER.warning(
+                    "--watch.rules: no step had %s, so the rule %s was never used",
+                    " or ".join(metrics),
+                    name,
+                )
 
     def host(self) -> dict[str, float]:
         """Metrics of the machine."""

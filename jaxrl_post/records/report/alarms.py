@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RAISED", "Alarms", "Raised", "alarms_of"]
+__all__ = ["Alarms", "Raised", "alarms_of"]
 
-# The metric of runs that are watched: how many rules stand raised.
-RAISED = "watch/alarms"
 MAX_ALARMS = 50  # Most alarms that a page shows.
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
-from jaxrl_post.records.report.alarms import RAISED
 from jaxrl_post.records.report.charts import Point
 from jaxrl_post.records.report.panels import STEP_TIME
 from jaxrl_post.records.report.work import Work, read_work
+from jaxrl_post.watch.alarms import RAISED
 
 __all__ = ["Curve", "History", "read_history"]
 
