@@ -103,7 +103,7 @@ def read_rules(file: str | None = None, off: tuple[str, ...] = ()) -> tuple[Rule
             )
         before = tables.get(name, {})
         if any(key in row for key in BOUNDS):
-            # What belonged to the bound before does not belong to another one.
+            # Another bound does not read the keys of the bound before.
             left = {*BOUNDS, *READ}
             before = {key: item for key, item in before.items() if key not in left}
         tables[name] = before | row
