@@ -17,7 +17,13 @@ from jaxrl_post.learner.learner import DivergenceError, UpdateError
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.programs.agreement import check_same_state
 from jaxrl_post.programs.run import Run
-from jaxrl_post.programs.watching.guard import Acting, AlarmError, Guard, acting_of
+from jaxrl_post.programs.watching.guard import (
+    Acting,
+    AlarmError,
+    Guard,
+    acting_of,
+    guarding,
+)
 from jaxrl_post.records.callbacks import CallbackError, Event, tell
 from jaxrl_post.records.progress import Progress
 from jaxrl_post.records.sinks import (
@@ -241,8 +247,15 @@ class RunJournal:
         if not processes.index():
             shapes = jax.tree.leaves(jax.eval_shape(training.snapshot))
             size = sum(each.size * each.dtype.itemsize for each in shapes)
-            guard = Guard(run.watch, run.config.watch, run.directory)
-            self._guard = enter(guard.open(kept, size))
+            self._guard = enter(
+                guarding(
+                    run.watch,
+                    run.config.watch,
+                    run.directory,
+                    resume_step=kept,
+                    checkpoint_bytes=size,
+                )
+            )
         self._progress = enter(Progress(run.console, total_steps=run.config.steps))
         if self.step < run.config.steps and not self._stopped:
             run.describe()

@@ -29,7 +29,7 @@ from jaxrl_post.config.run import (
 from jaxrl_post.learner.checkpoint import Checkpoints
 from jaxrl_post.programs import journal
 from jaxrl_post.programs.offline import run_offline
-from jaxrl_post.programs.watching.guard import AlarmError, Guard
+from jaxrl_post.programs.watching.guard import AlarmError, guarding
 from jaxrl_post.programs.watching.host import host_metrics
 from jaxrl_post.programs.watching.webhook import Webhook
 from jaxrl_post.records.alarms import read_alarms
@@ -228,8 +228,14 @@ HIGH = Rule("high", (Condition("a", "above", 1.0),), "a is high.", steps=1)
 @contextlib.contextmanager
 def opened(tmp_path, rules=(HIGH,), **options):
     directory = RunDirectory(tmp_path / "run")
-    guard = Guard(RunWatch(rules), WatchConfig(**options), directory, clock=lambda: 5.0)
-    with guard.open(-1, 1000):
+    with guarding(
+        RunWatch(rules),
+        WatchConfig(**options),
+        directory,
+        resume_step=-1,
+        checkpoint_bytes=1000,
+        clock=lambda: 5.0,
+    ) as guard:
         yield guard
 
 

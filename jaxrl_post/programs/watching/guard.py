@@ -7,13 +7,12 @@ import math
 import os
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from jaxrl_post.config.checks import read_webhook
 from jaxrl_post.config.errors import ConfigError
@@ -31,7 +30,7 @@ from jaxrl_post.watch.alarms import NOT_FINITE, RAISED, Alarm, RunWatch
 from jaxrl_post.watch.bounds import RuleError, pattern_of
 from jaxrl_post.watch.rule import Rule, default_rules, read_rules
 
-__all__ = ["Acting", "AlarmError", "Guard", "acting_of", "open_watch"]
+__all__ = ["Acting", "AlarmError", "Guard", "acting_of", "guarding", "open_watch"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -142,75 +141,37 @@ def _is_known(name: str) -> bool:
     return any(pattern.fullmatch(each) for each in rows())
 
 
+@dataclass
 class Guard:
     """Tells the alarms of a run: in its log, its directory, its metrics, a webhook.
 
     One process of a run has one; the others are told what it decides.
 
-    Args:
+    Attributes:
         watch: the rules.
         config: of the run's watch.
         directory: of the run.
+        checkpoint_bytes: size of a checkpoint, for the room on the disk.
+        log: of alarms.
+        webhook: posts alarms; None for none.
+        exposition: serves metrics; None for none.
         clock: Unix time in seconds, for alarms.jsonl.
     """
 
-    def __init__(
-        self,
-        watch: RunWatch,
-        config: WatchConfig,
-        directory: RunDirectory,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.watch = watch
-        self._config, self._directory, self._clock = config, directory, clock
-        self._told: dict[str, int] = {}
-        self._log: AlarmLog | None = None
-        self._webhook: Webhook | None = None
-        self._exposition: Exposition | None = None
-        self._checkpoint_bytes = 0
-        self._stack = ExitStack()
+    watch: RunWatch
+    config: WatchConfig
+    directory: RunDirectory
+    checkpoint_bytes: int
+    log: AlarmLog
+    webhook: Webhook | None
+    exposition: Exposition | None
+    clock: Callable[[], float]
+    # How often each rule was told.
+    _told: Counter[str] = field(default_factory=Counter, init=False)
 
-    def open(self, resume_step: int, checkpoint_bytes: int) -> Self:
-        """Opens the log, and follows the steps that it keeps.
-
-        Args:
-            resume_step: the last step that the logs keep; -1 for a new run.
-            checkpoint_bytes: size of a checkpoint, for the room on the disk.
-        """
-        self._checkpoint_bytes = checkpoint_bytes
-        with self._stack:
-            self._log = self._stack.enter_context(
-                AlarmLog(self._directory, resume_step=resume_step)
-            )
-            if (address := self._config.address) is not None:
-                names = [rule.name for rule in self.watch.rules]
-                try:
-                    opened = self._stack.enter_context(serving_metrics(address, names))
-                except OSError as error:
-                    raise ConfigError(
-                        f"--watch.listen: cannot listen on {self._config.listen}: "
-                        f"{error}"
-                    ) from error
-                self._exposition, url = opened
-                _LOGGER.warning("metrics and alarms for Prometheus: %s", url)
-            if self._config.webhook is not None:
-                webhook = Webhook(read_webhook(self._config.webhook))
-                self._webhook = self._stack.enter_context(webhook)
-            self._follow()
-            self._stack = self._stack.pop_all()
-        if self._directory.paused.exists():
-            _LOGGER.warning(
-                "the process before ended while the run was paused; it continues, and "
-                "%s is removed",
-                self._directory.paused,
-            )
-            self.end_pause()
-        return self
-
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Holds the logged steps of a resumed run against the rules, and tells none."""
-        if not self._directory.metrics.exists():
+        if not self.directory.metrics.exists():
             return
         for row in self._followed():
             values = dict(row.get("metrics") or {}).items()
@@ -228,27 +189,14 @@ class Guard:
         """
         first = list[dict[str, Any]]()
         last = deque[dict[str, Any]](maxlen=max(LAST, 5 * self.watch.longest_past))
-        for row in read_rows(self._directory.metrics):
+        for row in read_rows(self.directory.metrics):
             if len(first) < FIRST:
                 first.append(row)
             else:
                 last.append(row)
         return [*first, *last]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._tell_unused()
-        self._stack.__exit__(kind, error, trace)
-
-    def _tell_unused(self) -> None:
+    def tell_unused(self) -> None:
         """Tells which rules of the user's own no step could be held against."""
         usual = default_rules()
         own = {rule.name for rule in self.watch.rules if rule not in usual}
@@ -262,7 +210,7 @@ class Guard:
 
     def host(self) -> dict[str, float]:
         """Metrics of the machine."""
-        return host_metrics(self._directory.path, self._checkpoint_bytes)
+        return host_metrics(self.directory.path, self.checkpoint_bytes)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Holds a step against the rules, and tells what is wrong.
@@ -277,11 +225,11 @@ class Guard:
         alarms = self.watch.look(step, metrics)
         for alarm in alarms:
             self._tell(alarm)
-        if self._exposition is not None:
-            self._exposition.update(step, metrics, self.watch.raised)
-        if alarms and self._log is not None:
-            now = self._clock()
-            self._log.write(step, [{"time": now, **each.to_json()} for each in alarms])
+        if self.exposition is not None:
+            self.exposition.update(step, metrics, self.watch.raised)
+        if alarms:
+            now = self.clock()
+            self.log.write(step, [{"time": now, **each.to_json()} for each in alarms])
         return alarms
 
     def keep(
@@ -299,7 +247,7 @@ class Guard:
             checkpoint: directory of its checkpoint, which later ones may replace.
             write: writes the batch to a folder.
         """
-        kept = self._directory.evidence
+        kept = self.directory.evidence
         folder = kept / f"step_{step:06d}-{acting.rule}"
         if folder.exists() or len([*kept.glob("step_*")]) >= KEPT:
             return
@@ -324,7 +272,7 @@ class Guard:
 
     def begin_pause(self, acting: Acting, step: int) -> None:
         """Writes the file that a person removes so that the run continues."""
-        file = self._directory.paused
+        file = self.directory.paused
         content = {"step": step, "rule": acting.rule, "told": acting.told}
         replace_file(file, json.dumps(content, indent=2).encode())
         _LOGGER.warning(
@@ -332,21 +280,22 @@ class Guard:
             "Ctrl-C saves and ends",
             step,
             acting.rule,
-            notation.duration(self._config.pause_s),
+            notation.duration(self.config.pause_s),
             file,
         )
 
     def waits(self) -> bool:
         """Whether the run is still paused."""
-        return self._directory.paused.exists()
+        return self.directory.paused.exists()
 
     def end_pause(self) -> None:
         """Ends a pause: removes its file."""
-        self._directory.paused.unlink(missing_ok=True)
+        self.directory.paused.unlink(missing_ok=True)
 
     def _tell(self, alarm: Alarm) -> None:
         name = alarm.rule.name
-        self._told[name] = count = self._told.get(name, 0) + 1
+        self._told[name] += 1
+        count = self._told[name]
         if count <= TOLD:
             _LOGGER.warning("alarm: %s", alarm.told())
         if count == TOLD:
@@ -354,13 +303,66 @@ class Guard:
                 "further alarms of the rule %s are in %s alone; --watch.off %s takes "
                 "it off",
                 name,
-                self._directory.alarms,
+                self.directory.alarms,
                 name,
             )
-        if self._webhook is not None:
-            text = f"{self._directory.path}: {alarm.told()}"
-            place = str(self._directory.path)
-            self._webhook.send({"run": place, "text": text, **alarm.to_json()})
+        if self.webhook is not None:
+            text = f"{self.directory.path}: {alarm.told()}"
+            place = str(self.directory.path)
+            self.webhook.send({"run": place, "text": text, **alarm.to_json()})
+
+
+@contextmanager
+def guarding(
+    watch: RunWatch,
+    config: WatchConfig,
+    directory: RunDirectory,
+    *,
+    resume_step: int,
+    checkpoint_bytes: int,
+    clock: Callable[[], float] = time.time,
+) -> Iterator[Guard]:
+    """Opens what a guard tells alarms to, and follows the steps before.
+
+    Args:
+        watch: the rules.
+        config: of the run's watch.
+        directory: of the run.
+        resume_step: the last step that the logs keep; -1 for a new run.
+        checkpoint_bytes: size of a checkpoint, for the room on the disk.
+        clock: Unix time in seconds, for alarms.jsonl.
+
+    Raises:
+        ConfigError: the address of `listen` is taken.
+    """
+    with ExitStack() as stack:
+        log = stack.enter_context(AlarmLog(directory, resume_step=resume_step))
+        exposition = webhook = None
+        if (address := config.address) is not None:
+            names = [rule.name for rule in watch.rules]
+            try:
+                opened = stack.enter_context(serving_metrics(address, names))
+            except OSError as error:
+                raise ConfigError(
+                    f"--watch.listen: cannot listen on {config.listen}: {error}"
+                ) from error
+            exposition, url = opened
+            _LOGGER.warning("metrics and alarms for Prometheus: %s", url)
+        if config.webhook is not None:
+            webhook = stack.enter_context(Webhook(read_webhook(config.webhook)))
+        guard = Guard(
+            watch, config, directory, checkpoint_bytes, log, webhook, exposition, clock
+        )
+        guard.follow()
+        if guard.waits():
+            _LOGGER.warning(
+                "the process before ended while the run was paused; it continues, and "
+                "%s is removed",
+                directory.paused,
+            )
+            guard.end_pause()
+        yield guard
+        guard.tell_unused()
 
 
 def _linked(source: str, target: str) -> str:
