@@ -1,4 +1,4 @@
-"""The options of an evaluation, of a test of rewards, and of the doctor."""
+"""The options of an evaluation, of a test of rewards, and of looks into a run."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -25,15 +25,21 @@ from jaxrl_post.config.fields import (
 )
 from jaxrl_post.config.paths import check_output, check_paths
 from jaxrl_post.config.rollout import check_judges
-from jaxrl_post.config.run import CompileCacheConfig, ProcessesConfig
+from jaxrl_post.config.run import (
+    CompileCacheConfig,
+    ProcessesConfig,
+    address_of,
+)
 from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = [
     "DoctorConfig",
     "EvaluateConfig",
+    "LiveConfig",
     "RedteamConfig",
     "check_doctor",
     "check_evaluation",
+    "check_live",
     "check_redteam",
     "result_files",
     "with_split",
@@ -258,6 +264,41 @@ class RedteamConfig:
     reward_deadline_s: Annotated[float, POSITIVE] = 10.0
     reward_memory_gib: Annotated[float | None, POSITIVE] = None
     output: str | None = None
+
+
+@dataclass(frozen=True)
+class LiveConfig:
+    """The run that a page follows.
+
+    Attributes:
+        run_dir: directory of a run that ended, that runs, or that begins just now.
+        listen: HOST:PORT of the page; None for 127.0.0.1:8070, or for a free port if
+            that is taken. The page has no password: who reaches the address reads the
+            run.
+        open: whether to open the page in a browser.
+    """
+
+    run_dir: str
+    listen: str | None = None
+    open: bool = False
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of `listen`; None if it was not given.
+
+        Raises:
+            ConfigError: it is no HOST:PORT.
+        """
+        return None if self.listen is None else address_of(self.listen, "--listen")
+
+
+def check_live(config: LiveConfig) -> None:
+    """Refuses an address that cannot be read.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    config.address  # noqa: B018
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,9 @@ class WatchConfig:
         off: names of rules that are not used; "all" for none.
         webhook: file whose first line is a URL to which alarms are posted as JSON. The
             URL is a secret, so it is no option.
-        listen: HOST:PORT at which GET /metrics has the newest metrics and alarms, for
-            Prometheus; None for no server. Needs the extra serve.
+        listen: HOST:PORT of a page that follows the run, as launch.watch serves it;
+            GET /metrics has the newest metrics and alarms for Prometheus. The page has
+            no password. None for no server. Needs the extra serve.
         pause_s: longest pause of a rule whose action is pause, in seconds; the run then
             saves and ends.
     """

@@ -440,6 +440,7 @@ def _samples(
             finish_reason=episode.finish_reason,
             error=episode.error,
             conversation=conversation(episode, trained=is_trained(episode)),
+            tokens=episode.num_sampled,
         )
         for episode in episodes[:count]
     ]

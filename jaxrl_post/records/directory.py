@@ -208,13 +208,16 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def last_rows(path: Path, most: int, most_bytes: int) -> list[dict[str, Any]]:
+def last_rows(
+    path: Path, most: int, most_bytes: int, *, key: str = "step"
+) -> list[dict[str, Any]]:
     """Returns the last rows of a log that are whole, reading its end alone.
 
     Args:
         path: of the log.
         most: number of rows.
         most_bytes: that are read; rows that begin before them are left out.
+        key: that every row has.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
@@ -227,7 +230,7 @@ def last_rows(path: Path, most: int, most_bytes: int) -> list[dict[str, Any]]:
         file.seek(begin)
         lines = file.read().splitlines()
     found = [_object(line) for line in (lines[1:] if begin else lines)]
-    return [row for row in found if row is not None and "step" in row][-most:]
+    return [row for row in found if row is not None and key in row][-most:]
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

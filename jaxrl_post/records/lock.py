@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +23,9 @@ __all__ = ["holder_of", "run_lock"]
 _log = logging.getLogger(__name__)
 
 NAME = "lock"
+
+# How often a run tries to take the lock, and the seconds in between.
+LOOKS, LOOK_S = 5, 0.02
 
 # Errors of a file system that has no locks.
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
@@ -106,7 +110,8 @@ def holder_of(directory: Path) -> tuple[str, bool] | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Shared, so that one who looks is not taken for a holder by another.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return _holder(path), False
     except BlockingIOError:
         return _holder(path), True
@@ -123,6 +128,7 @@ def _make(directory: Path) -> list[Path]:
 
 def _take(path: Path) -> int | None:
     """Opens and locks a file; None where the file system has no locks."""
+    looks = 0
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -131,6 +137,10 @@ def _take(path: Path) -> int | None:
                 return file
         except BlockingIOError:
             os.close(file)
+            looks += 1
+            if looks < LOOKS:  # `holder_of` of another process holds it for an instant.
+                time.sleep(LOOK_S)
+                continue
             raise ConfigError(
                 f"--run-dir: {path.parent} is in use by {_holder(path)}; wait for it, "
                 "stop it, or choose another --run-dir"

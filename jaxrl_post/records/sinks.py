@@ -141,6 +141,7 @@ class Sample:
         conversation: the turns of a completion that has several or may call tools, as
             `conversations.conversation` writes them; None for any other.
         error: why the sample has no reward; "" if it has one.
+        tokens: number of sampled tokens; None in logs of older versions.
     """
 
     split: str
@@ -152,6 +153,7 @@ class Sample:
     finish_reason: str
     conversation: Mapping[str, Any] | None = None
     error: str = ""
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "eval"):
@@ -220,6 +222,8 @@ def _row(sample: Sample) -> dict[str, Any]:
         del row["conversation"]
     if not sample.error:
         del row["error"]
+    if sample.tokens is None:
+        del row["tokens"]
     return row
 
 

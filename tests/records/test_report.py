@@ -9,13 +9,13 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
-from importlib import resources
 
 import pytest
 
 from jaxrl_post.envs.tools import ERROR_KINDS
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.pages import packaged
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
 
@@ -141,10 +141,6 @@ def log_alarms(directory: RunDirectory, *alarms: dict[str, object]) -> None:
     with AlarmLog(directory) as log:
         for each in alarms:
             log.write(each["step"], [{"first": each["step"], **row, **each}])
-
-
-def packaged(name: str) -> str:
-    return (resources.files("jaxrl_post.records.report") / name).read_text("utf-8")
 
 
 @pytest.fixture
@@ -553,7 +549,8 @@ def test_nothing_that_a_model_or_a_user_writes_becomes_markup(directory):
     # It is still there to be read, in each place where it was written.
     assert page.text.count(ATTACK) >= 18
     # No script but the page's own, and no text of the run in what Plotly draws.
-    assert page.programs == [packaged("plotly-basic.min.js"), packaged("draw.js")]
+    names = ("plotly-basic.min.js", "paint.js", "draw.js")
+    assert page.programs == [packaged(name) for name in names]
     assert len(page.figures) == 1
     assert "alert" not in json.dumps(page.figures)
 
@@ -569,7 +566,7 @@ def test_page_asks_nothing_of_the_network(directory):
     assert "link" not in page.tags
 
 
-def test_browser_runs_the_two_scripts_and_loads_nothing(directory):
+def test_browser_runs_the_pages_scripts_and_loads_nothing(directory):
     log_metrics(directory, {1: {"train/loss": 0.5}})
     _, page = read(directory)
     rules = dict(rule.split(" ", 1) for rule in page.policy.split("; "))
@@ -577,7 +574,7 @@ def test_browser_runs_the_two_scripts_and_loads_nothing(directory):
         base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
         for program in page.programs
     ]
-    assert len(hashes) == 2
+    assert len(hashes) == 3
     assert rules == {
         "default-src": "'none'",
         "style-src": "'unsafe-inline'",

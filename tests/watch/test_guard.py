@@ -396,6 +396,10 @@ def test_prometheus_reads_metrics_and_alarms(tmp_path, caplog):
         guard.look(3, {"a": 2.0, "b/c": 0.5})
         with urllib.request.urlopen(url, timeout=30) as answer:
             text = answer.read().decode()
+        # The page of the run is there too.
+        page = url.removesuffix("metrics")
+        with urllib.request.urlopen(page, timeout=30) as answer:
+            assert b"<nav" in answer.read()
     assert "jaxrl_post_run_step 3.0" in text
     assert 'jaxrl_post_run_metric{name="b/c"} 0.5' in text
     assert 'jaxrl_post_run_alarm{rule="high"} 1.0' in text

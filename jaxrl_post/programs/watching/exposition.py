@@ -1,10 +1,13 @@
-"""Serves the newest metrics of a run and its raised rules, for Prometheus."""
+"""Serves a run's page, and its newest metrics and raised rules for Prometheus."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Exposition", "serving_metrics"]
+from jaxrl_post.programs.watching.live import guards, live_routes
+from jaxrl_post.records.directory import RunDirectory
+
+__all__ = ["Exposition", "serving_run"]
 
 
 class Exposition:
@@ -58,17 +61,18 @@ class Exposition:
 
 
 @contextlib.contextmanager
-def serving_metrics(
-    address: tuple[str, int], rules: Sequence[str]
+def serving_run(
+    address: tuple[str, int], directory: RunDirectory, rules: Sequence[str]
 ) -> Iterator[tuple[Exposition, str]]:
-    """Serves GET /metrics until the block ends.
+    """Serves the page of a run at /, and GET /metrics, until the block ends.
 
     Args:
         address: host and port.
+        directory: of the run.
         rules: names of the run's rules.
 
     Yields:
-        What is served, and its URL.
+        The metrics that are served, and the page's URL.
 
     Raises:
         OSError: the address is taken.
@@ -85,6 +89,8 @@ def serving_metrics(
         del request
         return Response(exposition.text(), media_type="text/plain; version=0.0.4")
 
-    app = Starlette(routes=[Route("/metrics", metrics)])
-    with serving(app, *address, name="metrics of the run") as (url, _):
-        yield exposition, f"{url}/metrics"
+    with live_routes(directory) as routes:
+        routes = [*routes, Route("/metrics", metrics)]
+        app = Starlette(routes=routes, middleware=guards(address[0]))
+        with serving(app, *address, name="page of the run") as (url, _):
+            yield exposition, url

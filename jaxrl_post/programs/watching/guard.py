@@ -19,7 +19,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, WatchConfig, flattened
 from jaxrl_post.files import replace_file
-from jaxrl_post.programs.watching.exposition import Exposition, serving_metrics
+from jaxrl_post.programs.watching.exposition import Exposition, serving_run
 from jaxrl_post.programs.watching.host import host_metrics
 from jaxrl_post.programs.watching.webhook import Webhook
 from jaxrl_post.records import notation
@@ -341,13 +341,15 @@ def guarding(
         if (address := config.address) is not None:
             names = [rule.name for rule in watch.rules]
             try:
-                opened = stack.enter_context(serving_metrics(address, names))
+                opened = stack.enter_context(serving_run(address, directory, names))
             except OSError as error:
                 raise ConfigError(
                     f"--watch.listen: cannot listen on {config.listen}: {error}"
                 ) from error
             exposition, url = opened
-            _LOGGER.warning("metrics and alarms for Prometheus: %s", url)
+            _LOGGER.warning(
+                "page of the run: %s; metrics for Prometheus: %s/metrics", url, url
+            )
         if config.webhook is not None:
             webhook = stack.enter_context(Webhook(read_webhook(config.webhook)))
         guard = Guard(

@@ -21,6 +21,7 @@ MAX_WAITING = 2**13
 MAX_MISSING = 1000
 # Larger values overflow in a chart; such a run has diverged.
 LARGEST = 1e100
+NUMBERS = (float, int, type(None))
 
 
 def _no_values() -> np.ndarray:
@@ -123,11 +124,23 @@ class Curves(Mapping[str, Curve]):
         return curves
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Adds a row of metrics.jsonl, whose step is not before the last one."""
-        step = row["step"]
+        """Adds a row of metrics.jsonl, whose step is not before the last one.
+
+        Raises:
+            KeyError: it has no step, time or metrics; nothing is added.
+            TypeError: they have other types.
+        """
+        step, when, metrics = row["step"], row["time"], row["metrics"]
+        if type(step) is not int or not isinstance(when, int | float):
+            raise TypeError(f"step and time must be numbers, got {step!r} and {when!r}")
+        if not isinstance(metrics, dict):
+            raise TypeError(f"metrics must be an object, got {metrics!r:.80}")
+        for name, value in metrics.items():
+            if not isinstance(value, NUMBERS):
+                raise TypeError(f"{name} must be a number, got {value!r:.80}")
         if not self.rows:
-            self.first, self.began = step, row["time"]
-        self.last, self.ended = step, row["time"]
+            self.first, self.began = step, when
+        self.last, self.ended = step, when
         if self.rows == self._width * MAX_BLOCKS:
             self._width *= 2
             for blocks in (self._steps, *self._blocks.values()):
@@ -135,7 +148,7 @@ class Curves(Mapping[str, Curve]):
         number = self.rows
         self.rows += 1
         self._steps.add(number, step, self._width)
-        for name, value in row["metrics"].items():
+        for name, value in metrics.items():
             if value is None:
                 self._miss(name, step)
                 continue

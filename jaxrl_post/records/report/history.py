@@ -55,7 +55,13 @@ def read_history(directory: RunDirectory) -> History:
     """
     curves = Curves()
     for row in read_rows(directory.metrics):
-        curves.add(row)
+        try:
+            curves.add(row)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{directory.metrics}: the row of step {row['step']} is none of a run: "
+                f"{error}; remove the line, or restore the file"
+            ) from error
     if not curves.rows:
         raise ValueError(
             f"{directory.metrics} must hold at least one step, got none; "

@@ -1,15 +1,13 @@
 """Fills page.html.jinja with the data of a run, and escapes its texts."""
 
-import base64
-import functools
-import hashlib
 import json
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import jaxrl_post
 from jaxrl_post.config.run import flattened
@@ -22,8 +20,10 @@ from jaxrl_post.records.metric_table import (
     TOKENS_PER_SECOND,
     row_of,
 )
+from jaxrl_post.records.pages import packaged, script_policy, template
 from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.alarms import alarms_of
+from jaxrl_post.records.report.curves import Curve
 from jaxrl_post.records.report.history import History
 from jaxrl_post.records.report.panels import (
     FAILED,
@@ -39,14 +39,11 @@ from jaxrl_post.records.report.panels import (
     named,
 )
 from jaxrl_post.records.report.trees import tree
-from jaxrl_post.records.report.work import Work
-from jaxrl_post.records.visible import visible
+from jaxrl_post.records.report.work import Strip, Work
 
-if TYPE_CHECKING:
-    from jinja2 import Template
+__all__ = ["WORK", "contents", "page", "reward_scale", "sample"]
 
-__all__ = ["page"]
-
+WORK = "Who worked when"  # Heading of the charts that are not over steps.
 MAX_OTHERS = 60  # Most charts of metrics without a heading.
 MAX_CHARACTERS = 4000  # Most that a prompt or completion shows.
 
@@ -56,72 +53,63 @@ type Values = dict[str, Any]  # Variables of the template, by name.
 def page(title: str, history: History) -> str:
     """Returns the document, with every text of the run escaped.
 
-    The content security policy allows the page's two scripts, by their hashes, and no
+    The content security policy allows the page's own scripts, by their hashes, and no
     load: even a completion that is not escaped could neither run nor load anything.
 
     Args:
         title: plain text.
         history: of the run.
     """
-    scripts = [_packaged("plotly-basic.min.js"), _packaged("draw.js")]
-    scale = _scale(history)
-    return _template().render(
+    scripts = [
+        packaged(name) for name in ("plotly-basic.min.js", "paint.js", "draw.js")
+    ]
+    shown = [*(row for rows in history.examples for row in rows), *history.trained]
+    scale = reward_scale([row["reward"] for row in shown])
+    return template("page.html.jinja").render(
+        **contents(history),
         title=title,
         scripts=scripts,
-        policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-        summary=_summary(history),
-        facts=_facts(history.description),
-        command=history.description.get("command", ""),
-        tiles=list(_tiles(history)),
-        alarms=None if history.alarms is None else alarms_of(history.alarms),
-        sections=[*_sections(history)],
-        others=_others(history),
-        examples=[[_sample(row, scale) for row in rows] for rows in history.examples],
-        trained=[_sample(row, scale) for row in history.trained],
-        configuration=[
-            (name, json.dumps(_became(history, name, value), ensure_ascii=False))
-            for name, value in _options(history).items()
-        ],
+        policy=script_policy(*scripts),
+        examples=[[sample(row, scale) for row in rows] for rows in history.examples],
+        trained=[sample(row, scale) for row in history.trained],
         version=jaxrl_post.__version__,
         num_rows=history.curves.rows,
     )
 
 
-def _packaged(name: str) -> str:
-    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+def contents(history: History) -> Values:
+    """Arranges what a history tells, apart from its samples, as a page shows it.
 
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-@functools.cache
-def _template() -> "Template":
-    # Imported here: the import is slow, and programs read their options first.
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FunctionLoader(_packaged),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: (
-            value if hasattr(value, "__html__") else visible(str(value))
-        ),
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.get_template("page.html.jinja")
+    Returns:
+        `summary`, `facts`, `command`, `tiles`, `alarms` (`report.alarms.Alarms`, or
+        None), `sections` and `others` with figures, `configuration`. A figure has
+        `title`, `now`, `below`, `width`, `legend`, and `draw`, which takes the first
+        and the last step to draw, or None for all, and returns a figure of Plotly;
+        `draw` is None if no value is finite.
+    """
+    return {
+        "summary": _summary(history),
+        "facts": _facts(history.description),
+        "command": history.description.get("command", ""),
+        "tiles": list(_tiles(history)),
+        "alarms": None if history.alarms is None else alarms_of(history.alarms),
+        "sections": [*_sections(history)],
+        "others": _others(history),
+        "configuration": [
+            (name, json.dumps(_became(history, name, value), ensure_ascii=False))
+            for name, value in _options(history).items()
+        ],
+    }
 
 
 def _summary(history: History) -> str:
     first, last = history.span
     told = [f"step {first}" if first == last else f"steps {first} to {last}"]
     if STEP_TIME in history.curves:
-        points = history.points(STEP_TIME)
+        values = history.curves[STEP_TIME].values
         # A run may log only some of its steps.
-        steps = max(len(points), last - first)
-        mean = statistics.fmean(value for _, value in points) if points else 0.0
+        steps = max(len(values), last - first)
+        mean = float(values.mean()) if len(values) else 0.0
         told.append(f"{notation.duration(steps * mean)} in steps")
     told.append(_dates(history.curves.began, history.curves.ended))
     return " · ".join(told)
@@ -214,7 +202,7 @@ def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
     if history.work is not None:
         figures = [*_work(history.work), *_figures(IDLE, history)]
         if figures:
-            yield "Who worked when", figures
+            yield WORK, figures
 
 
 def _work(work: Work) -> Iterator[Values]:
@@ -226,7 +214,7 @@ def _work(work: Work) -> Iterator[Values]:
             "below": "seconds since the step began; a number and a colour are of a "
             "step, ticks are groups that ended, and checkpoints",
             "width": "full",
-            "chart": charts.lane_chart(work.lanes, strip.spans, strip.seconds),
+            "draw": partial(charts.lane_chart, work.lanes, strip.spans, strip.seconds),
             "legend": [],
         }
     if work.ages:
@@ -236,7 +224,7 @@ def _work(work: Work) -> Iterator[Values]:
             "now": notation.number(mean),
             "below": "groups by the age of their parameters, in steps",
             "width": "",
-            "chart": charts.count_chart(work.ages),
+            "draw": lambda span=None: charts.count_chart(work.ages),
             "legend": [],
         }
 
@@ -246,23 +234,11 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
         curve = history.curves.get(panel.metric)
         if curve is None:
             continue
-        now, chart = "not finite", None
-        if curve.points:
-            points, extremes = (
-                [(step, panel.factor * value) for step, value in each]
-                for each in (curve.points, curve.extremes)
-            )
-            if not curve.missing or curve.missing[-1][1] < points[-1][0]:
-                now = panel.form(points[-1][1])
-            chart = charts.line_chart(
-                points,
-                history.span,
-                form=panel.form,
-                missing=curve.missing,
-                smoothed=panel.smoothed,
-                linear=panel.linear,
-                extremes=extremes,
-            )
+        now, draw = "not finite", None
+        if len(curve.values):
+            if not curve.missing or curve.missing[-1][1] < curve.steps[-1]:
+                now = panel.form(panel.factor * float(curve.values[-1]))
+            draw = partial(_draw_line, panel, curve, history.span)
         name = "" if panel.title == panel.metric else panel.metric
         yield {
             "title": panel.title,
@@ -271,18 +247,61 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
                 part for part in (name, panel.unit, *_notes(panel, history)) if part
             ),
             "width": panel.width,
-            "chart": chart,
+            "draw": draw,
             "legend": [],
         }
 
 
+def _draw_line(
+    panel: Panel, curve: Curve, whole: charts.Run, span: charts.Run | None = None
+) -> charts.Figure:
+    part = curve if span is None else curve.within(*span)
+    if not len(part.values):  # A zoomed chart between two values.
+        part = curve
+    return charts.line_chart(
+        [(step, panel.factor * value) for step, value in part.points],
+        whole if span is None else span,
+        form=panel.form,
+        missing=part.missing,
+        smoothed=panel.smoothed,
+        linear=panel.linear,
+        extremes=[(step, panel.factor * value) for step, value in part.extremes],
+    )
+
+
+def _draw_strip(
+    work: Work, strip: Strip, span: charts.Run | None = None
+) -> charts.Figure:
+    del span
+    return charts.lane_chart(work.lanes, strip.spans, strip.seconds)
+
+
+def _draw_stack(
+    steps: Sequence[int],
+    layers: Sequence[tuple[str, Sequence[float]]],
+    whole: charts.Run,
+    form: Callable[[float], str],
+    span: charts.Run | None = None,
+) -> charts.Figure:
+    first, last = whole if span is None else span
+    low, high = bisect_left(steps, first), bisect_right(steps, last)
+    if low == high:
+        low, high = 0, len(steps)
+    return charts.stacked_chart(
+        steps[low:high],
+        [(name, values[low:high]) for name, values in layers],
+        (first, last),
+        form=form,
+    )
+
+
 def _notes(panel: Panel, history: History) -> Iterator[str]:
     """Says over how many episodes a mean is, and why a metric is always 0."""
-    counts = history.points(f"{panel.metric}/episodes")
-    if counts:
-        yield f"over {counts[-1][1]:.0f} episodes at step {counts[-1][0]}"
-    row = row_of(panel.metric)
-    if row and all(value == 0 for _, value in history.points(panel.metric)):
+    counts = history.curves.get(f"{panel.metric}/episodes")
+    if counts is not None and len(counts.values):
+        yield f"over {counts.values[-1]:.0f} episodes at step {counts.steps[-1]}"
+    row, curve = row_of(panel.metric), history.curves.get(panel.metric)
+    if row and (curve is None or not curve.values.any()):
         why = row.why_zero(_options(history))
         yield f"0 by construction: {why}" if why else ""
 
@@ -326,7 +345,7 @@ def _stack(
             "now": stack.form(total / len(steps)),
             "below": stack.unit,
             "width": stack.width,
-            "chart": charts.stacked_chart(steps, layers, history.span, form=stack.form),
+            "draw": partial(_draw_stack, steps, layers, history.span, stack.form),
             "legend": [
                 (name, notation.percent(math.fsum(values) / total))
                 for name, values in layers
@@ -373,15 +392,27 @@ def _others(history: History) -> Values:
     }
 
 
-def _scale(history: History) -> tuple[float, float]:
-    """The rewards that are shown in red and in green."""
-    rows = [*(row for rows in history.examples for row in rows), *history.trained]
-    finite = [row["reward"] for row in rows if row["reward"] is not None]
+def reward_scale(rewards: Sequence[float | None]) -> tuple[float, float]:
+    """The rewards that are shown in red and in green, at least 0 and 1.
+
+    >>> reward_scale([0.5, None, 3.0])
+    (0.0, 3.0)
+    """
+    finite = [reward for reward in rewards if reward is not None]
     return min([0.0, *finite]), max([1.0, *finite])
 
 
-def _sample(row: Values, scale: tuple[float, float]) -> Values:
-    """Returns a sample with `share` for the colour of its reward."""
+def sample(row: Values, scale: tuple[float, float]) -> Values:
+    """Arranges a row of samples.jsonl as a page shows it.
+
+    Args:
+        row: of the log.
+        scale: of `reward_scale`.
+
+    Returns:
+        The row with texts that are not too long, the conversation as a `tree`, the
+        reward in words, and `share` for its colour.
+    """
     reward, (low, high) = row["reward"], scale
     share = 0.0 if reward is None else (reward - low) / (high - low)
     turns = row.get("conversation")

@@ -1,7 +1,7 @@
 """The timeline of a run, for the page: work around some steps, and staleness."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_post.records.report.charts import Span
 from jaxrl_post.records.timeline import read_timeline
 
-__all__ = ["Strip", "Work", "read_work"]
+__all__ = ["Strip", "Work", "newest_work", "read_work"]
 
 # Lanes of works and events, from the top; others have none, and are not drawn. A
 # sampler with a name has a lane of its own.
@@ -67,7 +67,7 @@ def read_work(path: Path, lengths: Mapping[int, float]) -> Work:
     Raises:
         ValueError: the file was damaged.
     """
-    spans = [*_spans(path)]
+    spans = [*_spans(read_timeline(path))]
     ends = {step: end for step, end in _ends(spans).items() if step in lengths}
     steps, kinds = sorted(ends, key=lambda step: lengths[step]), dict[int, str]()
     if steps:
@@ -77,19 +77,43 @@ def read_work(path: Path, lengths: Mapping[int, float]) -> Work:
         _strip(spans, step, kind, lengths[step], ends[step] - lengths[step])
         for step, kind in reversed(kinds.items())
     ]
+    return Work(_lanes(spans), strips, _ages(read_timeline(path)))
+
+
+def newest_work(
+    rows: Sequence[Mapping[str, Any]], lengths: Mapping[int, float]
+) -> Work:
+    """The work around the newest step, from the end of a timeline.
+
+    Args:
+        rows: the last ones of the timeline.
+        lengths: seconds of steps, by number.
+    """
+    spans = [*_spans(rows)]
+    ends = {step: end for step, end in _ends(spans).items() if step in lengths}
+    strips = list[Strip]()
+    if ends:
+        step = max(ends)
+        seconds = lengths[step]
+        strips = [_strip(spans, step, "the newest", seconds, ends[step] - seconds)]
+    return Work(_lanes(spans), strips, _ages(rows))
+
+
+def _lanes(spans: Sequence[Span]) -> list[str]:
+    """The lanes that have any work, from the top."""
     found = {span.lane for span in spans}
     first, *others = dict.fromkeys(LANES.values())
     lanes = [first, *sorted(found.difference([first, *others])), *others]
-    return Work([lane for lane in lanes if lane in found], strips, _ages(path))
+    return [lane for lane in lanes if lane in found]
 
 
-def _spans(path: Path) -> Iterator[Span]:
+def _spans(rows: Iterable[Mapping[str, Any]]) -> Iterator[Span]:
     """Yields work when it ends, and events, in seconds since the run's start.
 
     The time between two processes of a run that was resumed is not counted.
     """
     begun, before, at = dict[Any, float](), 0.0, 0.0
-    for row in read_timeline(path):
+    for row in rows:
         kind = row["event"]
         if kind == "start":  # Another process, whose clock begins at 0.
             begun, before = {}, at
@@ -138,9 +162,9 @@ def _strip(
     return Strip(step, kind, seconds, near)
 
 
-def _ages(path: Path) -> Counter[int]:
+def _ages(rows: Iterable[Mapping[str, Any]]) -> Counter[int]:
     ages, began = Counter[int](), dict[int, int]()
-    for row in read_timeline(path):
+    for row in rows:
         if row["event"] == "take":
             began[row["version"]] = row["step"]
             smallest = [each[0] for each in row["versions"] if each is not None]

@@ -1,0 +1,354 @@
+"""The page that follows a run: its server, and the page in a browser."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.evaluate import LiveConfig, check_live
+from jaxrl_post.programs.watching.live import guards, live_routes, run_live
+from jaxrl_post.records.alarms import AlarmLog
+from jaxrl_post.records.directory import RunDescription, RunDirectory
+from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
+
+# It runs where it becomes markup or code.
+ATTACK = (
+    "<script>fetch('/attacked')</script><img src=/attacked onerror=fetch('/attacked')>"
+    "<style>@import url(/attacked);</style></pre></div><iframe src=/attacked></iframe>"
+    "\x1b]8;;http://x\x07 javascript:fetch('/attacked') \u202e&lt;b&gt;"
+)
+# Without them Chromium looks up hosts of its own.
+QUIET = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+def log(directory, steps, resume=None):
+    with MetricsLog(directory, resume_step=resume) as metrics:
+        for step in steps:
+            metrics.write(
+                step, {"reward/mean": step / 100, "train/loss": 1.0, "time/step": 0.5}
+            )
+
+
+def sample(split, task, reward, text, **changes):
+    fields = {"prompt": f"prompt of {task}", "finish_reason": "stop", "tokens": 5}
+    return Sample(
+        split, task, 0, completion=text, reward=reward, **{**fields, **changes}
+    )
+
+
+def conversation(text):
+    turn = {
+        "reward": 1.0, "finish_reason": "stop", "sampled": 3, "context": 4,
+        "trained": True, "text": {"text": text},
+        "heard": [{"role": "tool", "name": text, "text": text}],
+        "calls": [{"name": "look_up", "arguments": {"text": text}, "id": "1"}],
+    }  # fmt: skip
+    parents = [None, 0, 0]
+    return {"turns": [turn | {"number": n, "parent": p} for n, p in enumerate(parents)]}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "a-run")
+    directory.describe(
+        RunDescription("the command", ATTACK, 7, "dp1", {}, {"steps": 200})
+    )
+    log(directory, range(1, 101))
+    with SampleLog(directory) as samples:
+        samples.write(
+            50, [sample("eval", "a", 0.0, "first"), sample("eval", "b", 1.0, "same")]
+        )
+        train = [sample("train", f"t{n}", n / 80, f"answer {n}") for n in range(80)]
+        samples.write(99, train)
+        samples.write(
+            100, [sample("eval", "a", 1.0, "second"), sample("eval", "b", 1.0, "same")]
+        )
+        hostile = {"prompt": ATTACK, "finish_reason": ATTACK, "error": ATTACK}
+        samples.write(100, [sample("train", ATTACK, 1.0, ATTACK, **hostile)])
+        talk = conversation(ATTACK)
+        samples.write(100, [sample("train", "talk", 1.0, "x", conversation=talk)])
+    row = dict.fromkeys(
+        ("rule", "action", "evidence", "means", "causes", "look"), ATTACK
+    )
+    with AlarmLog(directory) as alarms:
+        alarms.write(7, [{**row, "first": 7}])
+    return directory
+
+
+@contextlib.contextmanager
+def served(directory):
+    from starlette.applications import Starlette
+
+    from jaxrl_post.serve.threads import serving
+
+    with live_routes(directory) as routes:
+        app = Starlette(routes=routes, middleware=guards("127.0.0.1"))
+        with serving(app, "127.0.0.1", 0, name="page") as (url, _):
+            yield url
+
+
+@pytest.fixture(scope="module")
+def url(directory):
+    with served(directory) as found:
+        yield found
+
+
+def get(url, **headers):
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read().decode()
+
+
+def read_whole(url):
+    """The state once all of the logs are read."""
+    while True:
+        state = json.loads(get(f"{url}/state")[2])
+        if state["rows"] and state["samples"] and min(state["read"].values()) == 1:
+            return state
+        time.sleep(0.05)
+
+
+def test_page_loads_nothing_from_elsewhere(url):
+    status, headers, page = get(url)
+    assert status == 200
+    policy = page[
+        page.index("default-src") : page.index('">', page.index("default-src"))
+    ]
+    assert policy.startswith(
+        "default-src 'none'; style-src 'unsafe-inline'; connect-src"
+    )
+    assert "unsafe-eval" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cache-Control"] == "no-store"
+
+
+def test_state_figures_samples_and_comparison(url):
+    state = read_whole(url)
+    assert (state["step"], state["steps"], state["samples"]) == (100, 200, 86)
+    name = state["sections"][0]["figures"][0]["id"].replace("/", "%2F")
+    found = json.loads(get(f"{url}/figures?id={name}&first=10.2&last=19.7")[2])
+    ((_, figure),) = found.items()
+    assert figure["layout"]["xaxis"]["range"] == [9.5, 20.5]
+    found = json.loads(
+        get(f"{url}/samples?split=train&reward_high=0.05&text=ANSWER")[2]
+    )
+    assert [row["completion"] for row in found["rows"]] == [
+        f"answer {n}" for n in (4, 3, 2, 1, 0)
+    ]
+    _, headers, html = get(f"{url}/sample?offset={found['rows'][0]['offset']}")
+    assert headers["Content-Type"].startswith("text/html")
+    assert "answer 4" in html
+    found = json.loads(get(f"{url}/compare?before=50&after=100&changed=gained")[2])
+    assert [row["after"]["completion"] for row in found["rows"]] == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/state?since=x", 400),
+        ("/figures?id=a&first=5&last=2", 400),
+        ("/figures?id=a&first=nan&last=2", 400),
+        ("/figures?id=a&first=1&last=inf", 400),
+        ("/samples?order=best", 400),
+        ("/samples?split=test", 400),
+        ("/samples?reward_low=high", 400),
+        ("/samples?reward_low=nan", 200),
+        ("/samples?after=999999999", 200),
+        ("/samples?step_low=1e300", 200),
+        ("/sample", 404),
+        ("/sample?offset=1", 404),
+        ("/sample?offset=-1", 404),
+        ("/compare?before=1", 400),
+        ("/compare?before=1&after=7", 200),
+        ("/figures?id=nothing", 200),
+        ("/../config.json", 404),
+    ],
+)
+def test_odd_requests_are_answered(url, path, status):
+    assert get(f"{url}{path}")[0] == status
+
+
+def test_requests_under_a_foreign_name_are_refused(url):
+    assert get(url, Host="localhost:1")[0] == 200
+    status, _, text = get(f"{url}/samples", Host="elsewhere.example")
+    assert status == 400
+    assert "answer" not in text
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path, url):
+    with pytest.raises(ConfigError, match="--listen: must be HOST:PORT"):
+        check_live(LiveConfig("x", listen="8070"))
+    with pytest.raises(ConfigError, match="there is no directory"):
+        run_live(LiveConfig(str(tmp_path / "none")), console=None)
+    taken = url.removeprefix("http://")
+    with pytest.raises(ConfigError, match=f"--listen: cannot listen on {taken}"):
+        run_live(LiveConfig(str(tmp_path), listen=taken), console=None)
+
+
+@pytest.mark.processes
+def test_program_serves_until_ctrl_c(directory):
+    command = [sys.executable, "-m", "launch.watch", str(directory.path)]
+    program = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        told = program.stdout.readline()
+        assert told.startswith("page: http://127.0.0.1:")
+        assert read_whole(told.removeprefix("page: ").strip())["step"] == 100
+        program.send_signal(signal.SIGINT)
+        rest, _ = program.communicate(timeout=120)
+    finally:
+        program.kill()
+    assert program.returncode == 0
+    assert "Traceback" not in rest
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if shutil.which("chromium") is None:
+        pytest.skip("needs chromium; tools/browser.sh installs it")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=QUIET
+        )
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser, url):
+    """A page of the run; at the end nothing but it may have been asked for."""
+    read_whole(url)
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(60_000)
+    asked, faults = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("dialog", lambda dialog: faults.append(dialog.message))
+    page.goto(url)
+    page.locator(".pill.ended").wait_for()
+    yield page
+    page.close()
+    assert faults == []
+    assert [each for each in asked if not each.startswith(url)] == []
+    assert [each for each in asked if "attacked" in each] == []
+
+
+def test_browser_draws_charts_and_looks_closer(page, url):
+    page.locator("#sections .js-plotly-plot .trace").first.wait_for()
+    assert page.locator("#progress").inner_text().startswith("step 100 of 200")
+    assert page.locator("h3", has_text="Reward").first.is_visible()
+    # Charts that are not on the screen are drawn when they are.
+    drawn = page.locator(".js-plotly-plot").count()
+    page.locator("#named").fill("loss")
+    # A flat line has no height, which counts as hidden.
+    loss = page.locator("figure", has_text="train/loss").locator(".trace").first
+    loss.wait_for(state="attached")
+    assert page.locator("figure:visible").count() == 1
+    page.locator("#named").fill("")
+    chart = page.locator(".js-plotly-plot").first
+    chart.scroll_into_view_if_needed()
+    box = chart.locator(".nsewdrag").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.5 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], middle, steps=5)
+    page.mouse.up()
+    whole = page.locator("#whole")
+    whole.wait_for()
+    first, last = whole.inner_text().removeprefix("Steps ").split(":")[0].split(" to ")
+    assert 45 <= int(first) < int(last) <= 75
+    whole.click()
+    whole.wait_for(state="hidden")
+    assert drawn >= 1
+
+
+def test_browser_searches_samples_and_opens_a_conversation(page):
+    page.click("nav a[href='#samples']")
+    page.locator("#rows tr").first.wait_for()
+    assert page.locator("#rows tr").count() == 50
+    page.click("#more")
+    page.locator("#found", has_text="86 shown of 86").wait_for()
+    page.fill("input[name=text]", "answer 7")
+    page.locator("#found", has_text="11 shown of 86 searched").wait_for()
+    page.fill("input[name=reward_low]", "0.9")
+    page.locator("#found", has_text="8 shown of 13 searched").wait_for()
+    page.select_option("select[name=order]", "lowest")
+    page.locator("#rows tr:first-child", has_text="answer 72").wait_for()
+    page.locator("#rows tr").first.click()
+    page.locator("#opened pre", has_text="answer 72").wait_for()
+    page.keyboard.press("ArrowDown")
+    page.locator("#opened pre", has_text="answer 73").wait_for()
+    for name in ("text", "reward_low"):
+        page.fill(f"input[name={name}]", "")
+    page.fill("input[name=task]", "talk")
+    page.locator("#rows tr", has_text="3 turns").click()
+    page.locator("#opened .branch").first.wait_for()
+    assert page.locator("#opened .branch").count() == 2
+
+
+def test_browser_compares_two_evaluations(page):
+    page.click("nav a[href='#compare']")
+    text = "2 tasks: the reward rose in 1 and fell in 0."
+    page.locator("#paired", has_text=text).wait_for()
+    page.select_option("select[name=changed]", "gained")
+    page.locator("#pairs article").first.wait_for()
+    assert page.locator("#pairs article").count() == 1
+    assert page.locator("#pairs .pair pre").all_inner_texts() == ["first", "second"]
+
+
+def test_browser_shows_hostile_texts_as_they_are(page):
+    page.click("nav a[href='#samples']")
+    page.fill("input[name=text]", "onerror=fetch")
+    page.locator("#found", has_text="2 shown").wait_for()
+    for place in (0, 1):
+        page.locator("#rows tr").nth(place).click()
+        page.locator("#opened pre", has_text="<script>fetch").first.wait_for()
+        page.wait_for_timeout(200)
+        assert page.locator("#opened :is(script, img, iframe, style)").count() == 0
+    page.click("nav a[href='#alarms']")
+    page.locator("#rules h3", has_text="onerror=fetch").wait_for()
+    page.click("nav a[href='#configuration']")
+    page.locator("#facts dd", has_text="onerror=fetch").wait_for()
+    assert page.locator("main :is(script, img, iframe)").count() == 0
+
+
+def test_browser_follows_a_run_and_tells_if_the_server_is_gone(browser, tmp_path):
+    directory = RunDirectory(tmp_path / "growing")
+    directory.path.mkdir()
+    page = browser.new_page()
+    page.set_default_timeout(60_000)
+    with served(directory) as url:
+        page.goto(url)
+        page.locator("#progress", has_text="step 0").wait_for()
+        log(directory, [1, 2])
+        page.locator("#progress", has_text="step 2").wait_for()
+        page.locator(".js-plotly-plot .trace").first.wait_for()
+        log(directory, [3], resume=2)
+        page.locator("#progress", has_text="step 3").wait_for()
+        page.locator("figure b", has_text="0.03").wait_for()
+    page.locator(".pill.gone", has_text="no answer").wait_for()
+    assert page.locator("figure b", has_text="0.03").is_visible()
+    page.close()
