@@ -35,6 +35,8 @@ CHUNK = 2**22
 TIMELINE_BYTES = 2**20
 # Characters of a text in a list, and of those before the text that was looked for.
 EXCERPT, BEFORE = 240, 60
+# Rows that are read before a page of a longer log shows any.
+ROWS_AT_ONCE = 10_000
 # Steps whose median length tells how long the rest takes.
 RECENT = 50
 
@@ -88,26 +90,31 @@ class LiveRun:
         # What was made last of the files, and what they were then.
         self._seen: Sequence[Any] = ()
         self._version = 0
+        self._arranged_rows = ROWS_AT_ONCE
         self._contents: Values = {}
         self._figures: dict[str, Values] = {}
 
     def advance(self) -> bool:
         """Reads one more piece of the logs; returns whether there may be more."""
-        more = False
-        for name, read in (
-            ("metrics.jsonl", self._advance_metrics),
-            ("samples.jsonl", self.samples.advance),
-        ):
-            try:
-                more |= read()
-                self._faults.pop(name, None)
-            except OSError as error:
-                self._faults[name] = f"{name}: cannot be read: {error}"
+        more = self._tried("metrics.jsonl", self._advance_metrics)
+        # The newest samples at once, the others after the curves.
+        if not more or not self.samples.rows:
+            more |= self._tried("samples.jsonl", self.samples.advance)
         if self.samples.damaged:
             self._faults["rows"] = (
                 f"samples.jsonl: {self.samples.damaged} lines are no rows of a run and "
                 "are left out"
             )
+        return more
+
+    def _tried(self, name: str, read: Callable[[], bool]) -> bool:
+        """Reads on; a file that cannot be read is told, and tried again later."""
+        try:
+            more = read()
+        except OSError as error:
+            self._faults[name] = f"{name}: cannot be read: {error}"
+            return False
+        self._faults.pop(name, None)
         return more
 
     def _advance_metrics(self) -> bool:
@@ -159,7 +166,13 @@ class LiveRun:
         return state
 
     def _renew(self) -> None:
-        """Arranges the contents again if a file has changed."""
+        """Arranges the contents again if a file has changed.
+
+        While a long log is read the first time, only as often as its rows double.
+        """
+        behind = self._follower.end < self._follower.size
+        if behind and self._curves.rows < 2 * self._arranged_rows:
+            return
         paths = ("config", "alarms", "timeline", "best")
         seen = [
             self._again,
@@ -172,6 +185,7 @@ class LiveRun:
         if seen == self._seen:
             return
         self._seen, self._version = seen, self._version + 1
+        self._arranged_rows = max(ROWS_AT_ONCE, self._curves.rows)
         self._contents, self._figures = self._arranged()
 
     def _arranged(self) -> tuple[Values, dict[str, Values]]:

@@ -223,6 +223,12 @@ def test_a_damaged_file_is_told_and_the_rest_is_shown(directory, damage):
     assert bool(state["faults"]) == (name not in silent)
 
 
+def opened(run, offset):
+    html = run.sample(offset)
+    assert html is not None
+    return html
+
+
 def sample(task, step, reward, **changes):
     fields = {"completion": f"answer at {step}", "finish_reason": "stop"}
     fields |= changes
@@ -242,7 +248,7 @@ def test_samples_are_listed_opened_and_compared(directory):
         ("b", "1"), ("a", "1"),
     ]  # fmt: skip
     assert found["rows"][0]["found"] == "answer at 2"
-    html = run.sample(found["rows"][1]["offset"])
+    html = opened(run, found["rows"][1]["offset"])
     assert "answer at 2" in html
     assert "prompt of a" in html
     assert run.sample(3) is None
@@ -272,7 +278,7 @@ def test_texts_of_a_run_are_no_markup(directory):
     run = LiveRun(directory)
     state = read(run)
     for row in run.find(Query(), None)["rows"]:
-        html = run.sample(row["offset"])
+        html = opened(run, row["offset"])
         assert "<script" not in html
         assert "<img" not in html
         assert html.count("&lt;script&gt;") >= 3
@@ -290,7 +296,7 @@ def test_a_conversation_of_another_version_is_told(directory):
         samples.write(1, [odd])
     run = LiveRun(directory)
     read(run)
-    html = run.sample(0)
+    html = opened(run, 0)
     assert "its conversation cannot be shown" in html
     assert "answer at 1" in html
 
