@@ -193,10 +193,10 @@ def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
 
     def compared(request: Request) -> Response:
         given = request.query_params
-        steps = [_number(given, name, int) for name in ("before", "after")]
-        if None in steps:
+        before, after = (_number(given, name, int) for name in ("before", "after"))
+        if before is None or after is None:
             raise HTTPException(400, "before and after must be steps")
-        return answer(run.compared(*steps, given.get("changed", "")))
+        return answer(run.compared(before, after, given.get("changed", "")))
 
     def answer(content: Any) -> Response:
         return JSONResponse(content, headers=HEADERS)

@@ -364,7 +364,7 @@ def _row(line: bytes) -> Row | None:
     return row if fits else None
 
 
-def _at(file: int, entry: np.void, query: Query) -> Row | None:
+def _at(file: int, entry: Any, query: Query) -> Row | None:
     """Reads the row of an entry, if it has the query's text and task.
 
     The bytes are searched first, since most lines do not have the text.
@@ -385,7 +385,7 @@ def _at(file: int, entry: np.void, query: Query) -> Row | None:
     return {**row, "offset": int(entry["offset"])}
 
 
-def texts_of(row: Row) -> Iterator[str]:
+def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
     """The texts of a row: prompt, completion, error and conversation."""
     yield row["completion"]
     yield row["prompt"]
