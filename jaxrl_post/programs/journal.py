@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,7 +29,6 @@ from jaxrl_post.records.progress import Progress
 from jaxrl_post.records.sinks import (
     MetricsLog,
     NoLog,
-    SampleLog,
     tell_missing,
 )
 from jaxrl_post.sharding import processes
@@ -58,7 +57,7 @@ class Training(abc.ABC):
         """Shardings of `snapshot`."""
 
     @abc.abstractmethod
-    def logs(self, resume_step: int, step: int) -> SampleLog | NoLog:
+    def logs(self, resume_step: int, step: int) -> AbstractContextManager[Any]:
         """Opens the logs other than metrics, and cuts them back.
 
         Args:

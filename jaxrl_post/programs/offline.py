@@ -4,6 +4,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,7 @@ from jaxrl_post.programs.run import (
 )
 from jaxrl_post.records import notation
 from jaxrl_post.records.metric_table import ACCURACY
-from jaxrl_post.records.sinks import NoLog, warnings_shown
+from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.types import PyTree
 
 __all__ = ["run_offline"]
@@ -465,9 +466,9 @@ class _OfflineTrainer(Trainer):
             reference=None if reference is None else reference.layout
         )
 
-    def logs(self, resume_step: int, step: int) -> NoLog:
+    def logs(self, resume_step: int, step: int) -> AbstractContextManager[Any]:
         del resume_step, step
-        return NoLog()
+        return nullcontext()
 
     def keep(self, folder: Path) -> None:
         rows = self.updater.feed.texts(self.updater.last)

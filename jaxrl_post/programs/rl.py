@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from jaxrl_post.programs.loop import Trainer
 from jaxrl_post.programs.watching.graders import Graders
 from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.records.evaluations import EvaluationLog
 from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.rollouts import RolloutLog
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
@@ -262,6 +264,7 @@ class OnlineTrainer(Trainer):
     _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
+    _evaluations: EvaluationLog | NoLog = field(default_factory=NoLog, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)
 
     @property
@@ -330,14 +333,18 @@ class OnlineTrainer(Trainer):
         """Shardings of `snapshot`."""
         return self.updater.layout
 
-    def logs(self, resume_step: int, step: int) -> SampleLog | NoLog:
-        """Opens the logs of samples, of rollouts and of events, in process 0."""
+    def logs(self, resume_step: int, step: int) -> AbstractContextManager[Any]:
+        """Opens the logs of samples, evaluations, rollouts and events, in process 0."""
+        opened = ExitStack()
+        enter = opened.enter_context
         if self.directory is not None and not processes.index():
-            self._samples = SampleLog(self.directory, resume_step=resume_step)
+            kept = {"resume_step": resume_step}
+            self._samples = enter(SampleLog(self.directory, **kept))
+            self._evaluations = enter(EvaluationLog(self.directory, **kept))
             self._rollouts = RolloutLog(self.directory, resume_step=step)
             if self.timeline is not None and self.ahead is not None:
                 self.timeline.open()
-        return self._samples
+        return opened
 
     def keep(self, folder: Path) -> None:
         """Writes the samples of the last step as JSON lines."""
@@ -349,7 +356,7 @@ class OnlineTrainer(Trainer):
 
     def counts(self) -> dict[str, int]:
         """The number of logged samples and events, and of files of rollouts."""
-        counts = self._samples.counts()
+        counts = self._samples.counts() | self._evaluations.counts()
         for log in (self._rollouts, self.timeline):
             counts |= {} if log is None else log.counts()
         return counts
@@ -398,6 +405,7 @@ class OnlineTrainer(Trainer):
         shown = _samples("eval", evaluation.groups, self.config.log_eval_samples)
         self._samples.write(number, [*shown, *self._trained_on])
         answers = [each.episodes[0] for each in evaluation.groups]
+        self._evaluations.write(number, answers)
         graded = self._graded(lambda: self.graders.evaluated(answers))
         return _evaluated(evaluation) | graded
 

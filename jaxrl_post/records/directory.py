@@ -83,6 +83,11 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """One row per evaluation, see `evaluations.EvaluationLog`."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def alarms(self) -> Path:
         """One row per alarm, see `alarms.AlarmLog`."""
         return self.path / "alarms.jsonl"

@@ -1,0 +1,110 @@
+"""The log of a run's evaluations: the reward of every held-out task."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from jaxrl_post.records.directory import JsonLines, RunDirectory, read_rows
+from jaxrl_post.rollout.episode import Episode
+
+__all__ = ["Evaluated", "EvaluationLog", "prompt_digest", "read_evaluations"]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation of a run.
+
+    Attributes:
+        step: after which it was done.
+        rewards: by the task's id; None for an answer that could not be judged.
+        prompts: digest of each task's prompt, to know the same task in another run.
+    """
+
+    step: int
+    rewards: Mapping[str, float | None]
+    prompts: Mapping[str, str]
+
+
+def prompt_digest(text: str) -> str:
+    """16 hexadecimal digits that stand for a prompt.
+
+    >>> prompt_digest("2+2=")
+    '8ef82285d4dc1c2d'
+    """
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+class EvaluationLog:
+    """Writes evaluations.jsonl, a row per evaluation.
+
+    A row is `{"step": 20, "tasks": {"7": ["8ef82285d4dc1c2d", 1.0]}}`: a digest of the
+    prompt and the reward of each task, null if it could not be judged.
+
+    Args:
+        directory: of the run.
+        resume_step: as in `MetricsLog`.
+    """
+
+    def __init__(self, directory: RunDirectory, *, resume_step: int | None = None):
+        self._path = directory.evaluations
+        self._rows = JsonLines(self._path, resume_step)
+
+    def write(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Writes an evaluation; it is on the disk when this returns.
+
+        Args:
+            step: at least the last one written.
+            episodes: one per held-out task.
+
+        Raises:
+            OSError: the disk is full, or fails. The rows before are whole.
+        """
+        tasks = {
+            str(each.task_id): [prompt_digest(each.prompt_text), _finite(each.reward)]
+            for each in episodes
+        }
+        self._rows.append([{"step": step, "tasks": tasks}])
+
+    def counts(self) -> dict[str, int]:
+        """The number of rows, by the file's name."""
+        return {self._path.name: self._rows.count}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rows.close()
+
+
+def _finite(reward: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return reward if reward is not None and math.isfinite(reward) else None
+
+
+def read_evaluations(directory: RunDirectory) -> list[Evaluated]:
+    """Reads evaluations.jsonl; none if the run has no such file.
+
+    Raises:
+        ValueError: the file was damaged.
+    """
+    if not directory.evaluations.exists():
+        return []
+    return [_read(row, directory) for row in read_rows(directory.evaluations)]
+
+
+def _read(row: Mapping[str, Any], directory: RunDirectory) -> Evaluated:
+    try:
+        found = row["tasks"].items()
+        tasks = {task: (prompt, reward) for task, (prompt, reward) in found}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{directory.evaluations}: the row of step {row['step']} is no evaluation: "
+            f"{error!r}; remove the line, or restore the file"
+        ) from error
+    return Evaluated(
+        row["step"],
+        {task: reward for task, (_, reward) in tasks.items()},
+        {task: prompt for task, (prompt, _) in tasks.items()},
+    )
