@@ -33,11 +33,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file: Path, option: str = "--config") -> dict[str, Any]:
     """Returns the options of a file, in sections, as a run's config.json has them.
 
     Args:
         file: read as YAML or TOML if its name ends so, else as JSON.
+        option: that names the file, for messages.
 
     Raises:
         ValueError: the file cannot be read, or holds something else.
@@ -47,14 +48,14 @@ def read(file: Path) -> dict[str, Any]:
     try:
         content = reader(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--config: cannot read {file}: {error}") from error
+        raise ValueError(f"{option}: cannot read {file}: {error}") from error
     except RecursionError:
-        raise ValueError(f"--config: cannot read {file}: nested too deeply") from None
+        raise ValueError(f"{option}: cannot read {file}: nested too deeply") from None
     # A run's config.json is a `RunDescription`, with the options in `config`.
     if isinstance(content, dict) and "versions" in content:
         content = content.get("config")
     if not isinstance(content, dict):
-        raise ValueError(f"--config: {file} must hold an object; got {content!r:.80}")
+        raise ValueError(f"{option}: {file} must hold an object; got {content!r:.80}")
     return content
 
 
