@@ -1,15 +1,13 @@
 """Fills page.html.jinja with the data of a run, and escapes its texts."""
 
 import base64
-import functools
 import hashlib
 import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jaxrl_post
 from jaxrl_post.config.run import flattened
@@ -38,12 +36,9 @@ from jaxrl_post.records.report.panels import (
     Stack,
     named,
 )
+from jaxrl_post.records.report.templates import packaged, template
 from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.report.work import Work
-from jaxrl_post.records.visible import visible
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 __all__ = ["page"]
 
@@ -63,9 +58,9 @@ def page(title: str, history: History) -> str:
         title: plain text.
         history: of the run.
     """
-    scripts = [_packaged("plotly-basic.min.js"), _packaged("draw.js")]
+    scripts = [packaged("plotly-basic.min.js"), packaged("draw.js")]
     scale = _scale(history)
-    return _template().render(
+    return template("page.html.jinja").render(
         title=title,
         scripts=scripts,
         policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
@@ -87,31 +82,8 @@ def page(title: str, history: History) -> str:
     )
 
 
-def _packaged(name: str) -> str:
-    return (resources.files(__package__) / name).read_text(encoding="utf-8")
-
-
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-@functools.cache
-def _template() -> "Template":
-    # Imported here: the import is slow, and programs read their options first.
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FunctionLoader(_packaged),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: (
-            value if hasattr(value, "__html__") else visible(str(value))
-        ),
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.get_template("page.html.jinja")
 
 
 def _summary(history: History) -> str:
