@@ -218,12 +218,9 @@ def _part(row: Any, number: int, config: EvaluateConfig, where: str) -> SuitePar
             f"{where}: constraints must be a list of tables; got {bounds!r:.80}"
         )
     options = {key: row[key] for key in row.keys() & OF_PART}
-    try:
-        own = values.from_values(
-            dataclasses.replace(config, suite=None), options, where=where
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    own = values.from_values(
+        dataclasses.replace(config, suite=None), options, where=where
+    )
     constraints = [
         _constraint(each, f"{where}: constraint {at}")
         for at, each in enumerate(bounds, 1)
@@ -235,10 +232,7 @@ def _constraint(row: Any, where: str) -> MetricConstraint:
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table; got {row!r:.80}")
     _check_keys(row, {f.name for f in dataclasses.fields(MetricConstraint)}, where)
-    try:
-        made = values.from_values(MetricConstraint(""), row, where=where)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    made = values.from_values(MetricConstraint(""), row, where=where)
     if not made.metric:
         raise ConfigError(f"{where}: metric is missing; name one, such as accuracy")
     bounds = [each for each in (made.at_least, made.at_most) if each is not None]

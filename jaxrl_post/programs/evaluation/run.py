@@ -127,10 +127,8 @@ def run_evaluation(
         "hub": commits,
     }
     if baseline is not None:
-        evaluated = {each.part.name for each in questions}
-        content["only_in_baseline"] = sorted({*baseline.by_task} - evaluated)
-        for name in content["only_in_baseline"]:
-            told = f"part {name} of the baseline was not evaluated"
+        content["alone"] = [*baseline.alone([each.part.name for each in questions])]
+        for told in content["alone"]:
             console.print(told, markup=False, style="yellow")
     if config.output is not None and not processes.index():
         results, page, rest = result_files(config)

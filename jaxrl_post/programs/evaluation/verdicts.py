@@ -1,7 +1,7 @@
 """Verdicts on an evaluation: its constraints, and a comparison with a baseline."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,19 @@ class Baseline:
                     f"one of the {len(tasks[name])} tasks here; compare evaluations of "
                     "the same tasks"
                 )
+
+    def alone(self, parts: Collection[str]) -> Iterator[str]:
+        """Yields a line for each part that only one of the two has.
+
+        Args:
+            parts: the names of the parts that are evaluated.
+        """
+        for name in self.by_task:
+            if name not in parts:
+                yield f"part {name} of {self.file} was not evaluated"
+        for name in parts:
+            if name not in self.by_task:
+                yield f"part {name} is not in {self.file}, so it is not compared"
 
 
 @dataclass(frozen=True)

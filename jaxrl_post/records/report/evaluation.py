@@ -94,7 +94,7 @@ def evaluation_page(
             for part in parts
             if part["against"]
         ],
-        missing=results.get("only_in_baseline", []),
+        alone=results.get("alone", []),
         failures=[
             _failures(part, samples.get(part.get("name", ""), ())) for part in parts
         ],
