@@ -140,7 +140,7 @@ def test_large_values_have_suffixes_and_small_ones_exponents():
 
 
 def test_steps_without_a_finite_value_are_marked():
-    figure = line_chart([(1, 1.0), (9, 2.0)], (0, 9), missing=[3, 4, 5, 8])
+    figure = line_chart([(1, 1.0), (9, 2.0)], (0, 9), missing=[(3, 5), (8, 8)])
     line, bands = figure["data"]
     assert line["x"] == [1, 9]
     assert bands["x"] == [4, 8]
@@ -154,7 +154,9 @@ def test_steps_without_a_finite_value_are_marked():
 
 def test_many_gaps_are_joined_and_none_is_lost():
     missing = list(range(1, 2000, 2))
-    _, bands = line_chart([(0, 1.0)], (0, 2000), missing=missing)["data"]
+    _, bands = line_chart(
+        [(0, 1.0)], (0, 2000), missing=[(step, step) for step in missing]
+    )["data"]
     assert len(bands["x"]) <= 100
     covered = {
         step

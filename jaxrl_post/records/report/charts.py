@@ -7,7 +7,7 @@ model goes into a figure, because Plotly interprets some markup in text.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_post.records import notation
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Point",
+    "Run",
     "Span",
     "count_chart",
     "downsample",
@@ -33,6 +34,7 @@ MAX_BARS = 100
 MAX_DOTS = 60
 
 type Point = tuple[int, float]  # Step and value.
+type Run = tuple[int, int]  # First and last step, both included.
 type Figure = dict[str, Any]  # Arguments of Plotly.newPlot: data and layout.
 
 
@@ -89,7 +91,9 @@ def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def smooth(values: Sequence[float], window: int) -> list[float]:
+def smooth(
+    values: Sequence[float], window: int, places: Iterable[int] | None = None
+) -> list[float]:
     """Returns centred moving means; the window is shorter at both ends.
 
     out[i] = mean(values[max(0, i - h) : i + h + 1]), with h = window // 2. Unlike an
@@ -98,12 +102,14 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     Args:
         values: finite.
         window: number of values in a mean, odd, >= 1.
+        places: the i to return; None for all.
 
-    >>> smooth([0.0, 3.0, 0.0, 3.0], 3)
-    [1.5, 1.0, 2.0, 1.5]
+    >>> smooth([0.0, 3.0, 0.0, 3.0], 3), smooth([0.0, 3.0, 0.0, 3.0], 3, [2])
+    ([1.5, 1.0, 2.0, 1.5], [2.0])
     """
     half = window // 2
-    parts = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    places = range(len(values)) if places is None else places
+    parts = (values[max(0, i - half) : i + half + 1] for i in places)
     return [math.fsum(part) / len(part) for part in parts]
 
 
@@ -121,9 +127,10 @@ def line_chart(
     steps: tuple[int, int],
     *,
     form: Callable[[float], str] = notation.number,
-    missing: Sequence[int] = (),
+    missing: Sequence[Run] = (),
     smoothed: bool = True,
     linear: bool = False,
+    extremes: Sequence[Point] | None = None,
 ) -> Figure:
     """Draws a metric over steps; a long one faint, with its moving mean in front.
 
@@ -131,16 +138,20 @@ def line_chart(
         points: finite values in the order of steps, at least one.
         steps: first and last step of the run, so that all charts of a page line up.
         form: formats a value for the tooltip.
-        missing: steps at which the metric was not finite, ascending.
+        missing: runs of steps at which the metric was not finite, ascending.
         smoothed: whether a long line gets a moving mean.
         linear: whether the axis is never logarithmic.
+        extremes: the smallest and the largest value around each point, if a point is
+            the mean of several.
     """
     values = [value for _, value in points]
-    logarithmic = spikes(values) and not linear
+    extremes = points if extremes is None else extremes
+    bounds = [value for _, value in extremes]
+    logarithmic = spikes(bounds) and not linear
     window = smoothing_window(len(points)) if smoothed else 1
     figure = _figure(steps)
-    figure.update_yaxes(_value_axis(values, logarithmic))
-    kept = downsample(points)
+    figure.update_yaxes(_value_axis(bounds, logarithmic))
+    kept = downsample(extremes)
     line = {
         "x": [step for step, _ in kept],
         "mode": "lines+markers" if len(points) <= MAX_DOTS else "lines",
@@ -148,15 +159,17 @@ def line_chart(
         "marker": {"size": 5},
     }
     if window > 1:
-        means = _means(values, window, logarithmic)
-        by_step = dict(zip((step for step, _ in points), means, strict=True))
         faint = {
             **line,
             "line": {"color": "var(--accent)", "width": 1},
             "mode": "lines",
         }
         _add_line(figure, faint, [value for _, value in kept], form, opacity=0.35)
-        mean = [by_step[step] for step, _ in kept]
+        numbers = {step: number for number, (step, _) in enumerate(points)}
+        # Two extremes of a step have one mean.
+        places = sorted({numbers[step] for step, _ in kept})
+        line = {**line, "x": [points[place][0] for place in places]}
+        mean = _means(values, window, places, logarithmic)
         _add_line(figure, line, mean, form, name="mean")
     else:
         _add_line(figure, line, [value for _, value in kept], form)
@@ -167,11 +180,14 @@ def line_chart(
     return figure.to_plotly_json()
 
 
-def _means(values: Sequence[float], window: int, logarithmic: bool) -> list[float]:
+def _means(
+    values: Sequence[float], window: int, places: Sequence[int], logarithmic: bool
+) -> list[float]:
     """Returns moving means; on a logarithmic axis, means of the logarithms."""
     if not logarithmic:
-        return smooth(values, window)
-    return [math.exp(mean) for mean in smooth([math.log(v) for v in values], window)]
+        return smooth(values, window, places)
+    logs = [math.log(value) for value in values]
+    return [math.exp(mean) for mean in smooth(logs, window, places)]
 
 
 def _value_axis(values: Sequence[float], logarithmic: bool) -> dict[str, Any]:
@@ -260,16 +276,10 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.{digits}g}") for value in values]
 
 
-def _add_missing(figure: "go.Figure", missing: Sequence[int]) -> None:
+def _add_missing(figure: "go.Figure", runs: Sequence[Run]) -> None:
     """Draws runs of steps without a finite value as red bands, never as a gap."""
-    runs: list[list[int]] = []
-    for step in missing:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
     while len(runs) > MAX_BARS:  # Join neighbours: a reader cannot tell them apart.
-        runs = [[pair[0][0], pair[-1][1]] for pair in itertools.batched(runs, 2)]
+        runs = [(pair[0][0], pair[-1][1]) for pair in itertools.batched(runs, 2)]
     figure.add_bar(
         x=[(first + last) / 2 for first, last in runs],
         y=[1] * len(runs),

@@ -1,8 +1,7 @@
 """Reads the data of a report from the run directory."""
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.report.charts import Point
+from jaxrl_post.records.report.curves import Curves
 from jaxrl_post.records.report.panels import STEP_TIME
 from jaxrl_post.records.report.work import Work, read_work
 from jaxrl_post.watch.alarms import RAISED
 
-__all__ = ["Curve", "History", "read_history"]
+__all__ = ["History", "read_history"]
 
 MAX_EXAMPLES = 8
 MAX_TRAINED = 4  # Number of trained conversations, in addition to held-out ones.
@@ -24,26 +24,13 @@ type Examples = tuple[dict[str, Any], ...]  # Samples of one task, to compare.
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric over the run: its finite values, and the steps of other values."""
-
-    points: list[Point] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-
-    def median(self) -> float:
-        return statistics.median(value for _, value in self.points)
-
-
-@dataclass(frozen=True)
 class History:
     """The data of a report: metrics, description, samples, other files of the run.
 
     `alarms` has the rows of alarms.jsonl, and is None for a run without a watch.
     """
 
-    steps: list[int]
-    times: list[float]
-    curves: dict[str, Curve]
+    curves: Curves
     description: Mapping[str, Any]
     examples: list[Examples]
     trained: list[dict[str, Any]]
@@ -53,7 +40,7 @@ class History:
 
     @property
     def span(self) -> tuple[int, int]:
-        return self.steps[0], self.steps[-1]
+        return self.curves.first, self.curves.last
 
     def points(self, metric: str) -> list[Point]:
         return self.curves[metric].points if metric in self.curves else []
@@ -66,19 +53,10 @@ def read_history(directory: RunDirectory) -> History:
         FileNotFoundError: there is no metrics.jsonl.
         ValueError: metrics.jsonl holds no step yet, or a file was damaged.
     """
-    steps, times, curves = [], [], {}
+    curves = Curves()
     for row in read_rows(directory.metrics):
-        steps.append(row["step"])
-        times.append(row["time"])
-        for name, value in row["metrics"].items():
-            curve = curves.setdefault(name, Curve())
-            if value is None:
-                curve.missing.append(row["step"])
-            else:
-                # Larger values overflow in a chart; such a run has diverged.
-                value = max(-1e100, min(1e100, float(value)))
-                curve.points.append((row["step"], value))
-    if not steps:
+        curves.add(row)
+    if not curves.rows:
         raise ValueError(
             f"{directory.metrics} must hold at least one step, got none; "
             "make the report after the first step"
@@ -89,13 +67,11 @@ def read_history(directory: RunDirectory) -> History:
         examples, trained = _read_examples(directory.samples)
     best, work = directory.read_best(), None
     if directory.timeline.exists():
-        lengths = dict(curves.get(STEP_TIME, Curve()).points)
+        lengths = dict(curves[STEP_TIME].points) if STEP_TIME in curves else {}
         work = read_work(directory.timeline, lengths)
     alarms = read_alarms(directory)
     watched = bool(alarms) or RAISED in curves
     return History(
-        steps,
-        times,
         curves,
         description,
         examples,

@@ -22,7 +22,7 @@ from jaxrl_post.records.metric_table import (
 )
 from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.alarms import alarms_of
-from jaxrl_post.records.report.history import Curve, History
+from jaxrl_post.records.report.history import History
 from jaxrl_post.records.report.panels import (
     FAILED,
     IDLE,
@@ -78,7 +78,7 @@ def page(title: str, history: History) -> str:
             for name, value in _options(history).items()
         ],
         version=jaxrl_post.__version__,
-        num_rows=len(history.steps),
+        num_rows=history.curves.rows,
     )
 
 
@@ -95,7 +95,7 @@ def _summary(history: History) -> str:
         steps = max(len(points), last - first)
         mean = statistics.fmean(value for _, value in points) if points else 0.0
         told.append(f"{notation.duration(steps * mean)} in steps")
-    told.append(_dates(history.times[0], history.times[-1]))
+    told.append(_dates(history.curves.began, history.curves.ended))
     return " · ".join(told)
 
 
@@ -159,9 +159,8 @@ def _tiles(history: History) -> Iterator[Values]:
         if history.points(metric):
             value = form(history.curves[metric].median())
             yield {"title": title, "note": note, "before": "", "after": value}
-    failed = history.points(FAILED)
-    if failed:
-        total = notation.number(math.fsum(value for _, value in failed))
+    if history.points(FAILED):
+        total = notation.number(history.curves[FAILED].total)
         note = "in all steps"
         yield {"title": "Failed rollouts", "note": note, "before": "", "after": total}
 
@@ -216,13 +215,16 @@ def _work(work: Work) -> Iterator[Values]:
 
 def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
     for panel in (each for wide in panels for each in named(wide, history.curves)):
-        curve = history.curves.get(panel.metric, Curve())
-        if not curve.points and not curve.missing:
+        curve = history.curves.get(panel.metric)
+        if curve is None:
             continue
         now, chart = "not finite", None
         if curve.points:
-            points = [(step, panel.factor * value) for step, value in curve.points]
-            if not curve.missing or curve.missing[-1] < points[-1][0]:
+            points, extremes = (
+                [(step, panel.factor * value) for step, value in each]
+                for each in (curve.points, curve.extremes)
+            )
+            if not curve.missing or curve.missing[-1][1] < points[-1][0]:
                 now = panel.form(points[-1][1])
             chart = charts.line_chart(
                 points,
@@ -231,6 +233,7 @@ def _figures(panels: Sequence[Panel], history: History) -> Iterator[Values]:
                 missing=curve.missing,
                 smoothed=panel.smoothed,
                 linear=panel.linear,
+                extremes=extremes,
             )
         name = "" if panel.title == panel.metric else panel.metric
         yield {
