@@ -19,7 +19,7 @@ FEW_VALUES = 64
 
 @dataclass(frozen=True)
 class Paired:
-    """How two evaluations differ on the tasks that both have.
+    """The difference of two evaluations on the tasks that both have.
 
     Attributes:
         tasks: number of tasks that both have.

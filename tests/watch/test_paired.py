@@ -49,7 +49,7 @@ def test_mcnemar_of_many_tasks_is_the_sum_of_binomials():
 
 
 def test_the_interval_is_the_normal_one_for_many_tasks():
-    # Of 2,500 tasks 300 are gained and 200 lost: mean 0.04, variance 0.2 - 0.04^2.
+    # 2,500 tasks, 300 gained and 200 lost: mean 0.04, variance 0.2 - 0.04^2.
     pairs = [(0, 1)] * 300 + [(1, 0)] * 200 + [(1, 1)] * 2000
     found = paired(*single(pairs))
     half = 1.959964 * math.sqrt((0.2 - 0.04**2) / 2500)

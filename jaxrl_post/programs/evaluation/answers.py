@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -28,14 +29,22 @@ from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Completion, SamplingParams
 from jaxrl_post.sharding import split_size
 
-__all__ = ["Asked", "Ready", "answers", "asked", "open_sampler", "ready", "sampling_of"]
+__all__ = [
+    "Questions",
+    "Ready",
+    "answers",
+    "open_sampler",
+    "questions_of",
+    "ready",
+    "sampling_of",
+]
 
 # Default limit on the tokens of a completion.
 MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """The tasks of an evaluation, before a model is opened.
 
     Attributes:
@@ -50,7 +59,7 @@ class Asked:
     total: int
     tasks: Sequence[Task]
 
-    @property
+    @cached_property
     def hashes(self) -> list[str]:
         """A name of each task, by its prompt alone."""
         return [prompt_hash(task).hex() for task in self.tasks]
@@ -67,13 +76,13 @@ class Ready:
         rollout: limits of the episodes, and the judges.
     """
 
-    asked: Asked
+    asked: Questions
     sampling: SamplingParams
     unsupported: Mapping[str, Any]
     rollout: RolloutConfig
 
 
-def asked(part: SuitePart, data: DataConfig) -> Asked:
+def questions_of(part: SuitePart, data: DataConfig) -> Questions:
     """Makes an environment and its tasks, and tries the user's functions on them.
 
     Args:
@@ -96,10 +105,10 @@ def asked(part: SuitePart, data: DataConfig) -> Asked:
     if not tasks:
         raise ConfigError(f"--env: {environment.name} has no {split} tasks")
     kept = distinct(tasks, config.num_tasks or len(tasks))
-    return Asked(part, environment, len(tasks), [tasks[index] for index in kept])
+    return Questions(part, environment, len(tasks), [tasks[index] for index in kept])
 
 
-def ready(found: Asked, model: Model) -> Ready:
+def ready(found: Questions, model: Model) -> Ready:
     """Renders the prompts, and chooses sampling parameters and limits.
 
     Raises:

@@ -20,11 +20,11 @@ from jaxrl_post.files import replace_file
 from jaxrl_post.learner.model import Model, versions
 from jaxrl_post.programs.build.model import open_named
 from jaxrl_post.programs.evaluation.answers import (
-    Asked,
+    Questions,
     Ready,
     answers,
-    asked,
     open_sampler,
+    questions_of,
     ready,
 )
 from jaxrl_post.programs.evaluation.verdicts import (
@@ -85,12 +85,12 @@ def run_evaluation(
     # The files are fetched for each part.
     opened = fetch(dataclasses.replace(config, data=DataConfig()), console=console)
     commits = dict(opened.commits)
-    questions: list[Asked] = []
+    questions: list[Questions] = []
     for part in parts_of(config):
         part = dataclasses.replace(part, config=with_split(part.config))
         with naming_part(config, part):
             found = fetch(_Files(part.config.data), console=console)
-            questions.append(asked(part, found.config.data))
+            questions.append(questions_of(part, found.config.data))
         commits |= found.commits
     if baseline is not None:
         baseline.check({each.part.name: each.hashes for each in questions})
@@ -141,9 +141,9 @@ def run_evaluation(
     return content
 
 
-def _opened(config: EvaluateConfig, questions: Sequence[Asked]) -> Model:
+def _opened(config: EvaluateConfig, questions: Sequence[Questions]) -> Model:
     """Opens the model; the tokenizer of a preset is made for all environments."""
-    # Parts may have the same tasks, of which a tokenizer needs one copy.
+    # Parts may have the same tasks; a tokenizer needs them once.
     by_options = {
         (part.config.env, part.config.data, part.config.tools): each.environment
         for each in questions

@@ -19,7 +19,7 @@ from jaxrl_post.watch.paired import Paired, interval_of_mean, paired
 __all__ = [
     "Baseline",
     "Compared",
-    "Verdict",
+    "ConstraintVerdict",
     "compared",
     "judged",
     "read_baseline",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConstraintVerdict:
     """A constraint, held against an evaluation.
 
     Attributes:
@@ -55,7 +55,7 @@ class Verdict:
 
 def judged(
     constraint: MetricConstraint, groups: Sequence[Group], *, solved_reward: float
-) -> Verdict:
+) -> ConstraintVerdict:
     """Holds a constraint against the samples of an evaluation.
 
     The interval of a rate, a metric that is 0 or 1 in every sample, is
@@ -72,7 +72,7 @@ def judged(
     if not flat:
         own = {name for g in groups for e in g.episodes for name in _own(e)}
         known = tuple(sorted({*_OF_ALL, *_OF_JUDGED, *own}))
-        return Verdict(constraint, None, None, "broken", known)
+        return ConstraintVerdict(constraint, None, None, "broken", known)
     means = [float(np.mean(values)) for values in by_task]
     if {*flat} <= {0.0, 1.0}:
         interval = interval_over_tasks(means, len(flat))
@@ -86,7 +86,7 @@ def judged(
         verdict = "held"
     else:
         verdict = "undecided"
-    return Verdict(constraint, float(np.mean(means)), interval, verdict)
+    return ConstraintVerdict(constraint, float(np.mean(means)), interval, verdict)
 
 
 # Metrics of every sample, and of the samples that have a reward.
