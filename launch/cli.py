@@ -17,8 +17,9 @@ import tyro
 from rich.console import Console
 
 from jaxrl_post.config.fields import replaced
+from jaxrl_post.config.files import values as files
 from jaxrl_post.records.visible import VisibleConsole
-from launch import config_file, helps, topics
+from launch import helps, topics
 from launch.names import answers, check_names, options_of
 from launch.recipes.beginnings import is_checkpoint
 from launch.several import several, status_of
@@ -199,8 +200,8 @@ def _read_options[Config](
         raise ValueError(
             "--recipe: gives all options, and so does --config; give one of the two"
         )
-    values = {} if file is None else config_file.read(Path(file))
-    options = config_file.as_arguments(values)
+    values = {} if file is None else files.read(Path(file))
+    options = files.as_arguments(values)
     # Defaults depend on the model, also on one that the file names.
     default = usual = program.default([*options, *arguments])
     if recipe is not None:
@@ -210,7 +211,7 @@ def _read_options[Config](
             check_names(options, program.name, options_of(default))
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-        default = config_file.from_values(default, values, where=file)
+        default = files.from_values(default, values, where=file)
     if not help_asked(arguments):
         check_names(rest, program.name, options_of(default))
     if default is not usual and not help_asked(arguments):

@@ -5,12 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.data import (
-    DataConfig,
-    TemplateConfig,
-    check_rows,
-    check_template,
-)
+from jaxrl_post.config.data import DataConfig, TemplateConfig, check_rows
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
     ANY,
@@ -30,7 +25,6 @@ from jaxrl_post.config.run import (
     ProcessesConfig,
     address_of,
 )
-from jaxrl_post.mesh_spec import read_mesh
 
 __all__ = [
     "DoctorConfig",
@@ -38,7 +32,6 @@ __all__ = [
     "LiveConfig",
     "RedteamConfig",
     "check_doctor",
-    "check_evaluation",
     "check_live",
     "check_redteam",
     "result_files",
@@ -62,6 +55,9 @@ class EvaluateConfig:
         base: where the config.json and the tokenizer of the model of such a run are, or
             the model under an adapter; None for the one that the run or adapter names.
         revision: branch, tag or commit of a model on the hub.
+        suite: TOML, YAML or JSON file of several evaluations, each with an environment
+            (docs/how-to/evaluation.md). Options that a part does not give are taken
+            from here. None for one evaluation, of `env`.
         env: environment, as for training, such as arithmetic?level=2 or gsm8k; bfcl
             (docs/how-to/protocols.md) can only be evaluated.
         tools: tools that the model may call before it answers, as for training. Needs
@@ -110,18 +106,24 @@ class EvaluateConfig:
         reward_deadline_s: most seconds for one judgement.
         reward_memory_gib: most GiB of address space of a judging process; a judgement
             that needs more fails. None for no limit.
-        deadline_s: most seconds for the whole evaluation.
+        deadline_s: most seconds for the whole evaluation; of a suite, for each part.
         processes: the processes of the evaluation, if there are several. Each executes
             the same command; process 0 writes.
         compile_cache: where compiled programs are kept for the next start.
-        output: JSON file for the results; the completions are written to a file in the
-            same folder whose name ends in .completions.jsonl. None writes nothing.
+        output: JSON file for the results; a page and the completions are written to
+            files in the same folder whose names end in .html and .completions.jsonl.
+            None writes nothing.
+        against: results of an earlier evaluation, a file of `output`. The same tasks
+            are compared; the exit status is 1 if the accuracy of a part fell.
+        against_margin: drop of accuracy that is allowed, in [0, 1]: the accuracy fell
+            if the whole 95 % interval of the difference lies below it.
     """
 
     model: str
     step: Annotated[int | None, ANY] = None
     base: str | None = None
     revision: str | None = None
+    suite: str | None = None
     env: str = "arithmetic"
     tools: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
@@ -154,44 +156,8 @@ class EvaluateConfig:
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
     compile_cache: CompileCacheConfig = field(default_factory=CompileCacheConfig)
     output: str | None = None
-
-
-def check_evaluation(config: EvaluateConfig) -> None:
-    """Refuses options that make no sense on any model and machine.
-
-    Raises:
-        ConfigError: names the option.
-        MeshError: --mesh cannot be read.
-    """
-    check_numbers(config)
-    check_template(config.template)
-    check_rows(config.data, own=True)
-    read_mesh(config.mesh)
-    check_judges(config.judges, config.reward_cpus, "")
-    if config.temperature is not None and 0 < config.temperature < 1e-5:
-        raise ConfigError(
-            "--temperature: must be 0, which is greedy, or at least 1e-5; below it "
-            f"float32 does not tell log-probs apart; got {config.temperature:g}"
-        )
-    if config.max_turns > 1 and not config.max_prompt_tokens:
-        raise ConfigError(
-            f"--max-prompt-tokens: must be given with --max-turns {config.max_turns}; "
-            "it bounds the tokens of the conversation before the last turn"
-        )
-    greedy = config.sampling_defaults == "greedy" and not config.temperature
-    if greedy and config.samples > 1:
-        raise ConfigError(
-            f"--samples: {config.samples} greedy samples of a task are all the same; "
-            "give --temperature, or take 1"
-        )
-    if config.tools and config.max_turns == 1:
-        raise ConfigError(
-            "--tools: with --max-turns 1 no turn follows a call; raise it to the most "
-            "turns that an episode may have, the answer included"
-        )
-    check_paths(config)
-    for file in result_files(config):
-        check_output(file, "--output")
+    against: str | None = None
+    against_margin: Annotated[float, SHARE] = 0.0
 
 
 def with_split(config: EvaluateConfig) -> EvaluateConfig:
@@ -218,11 +184,16 @@ def with_split(config: EvaluateConfig) -> EvaluateConfig:
 
 
 def result_files(config: EvaluateConfig) -> tuple[Path, ...]:
-    """The files for results and for completions; none without `output`."""
+    """The files for results, page and completions; none without `output`.
+
+    >>> names = result_files(EvaluateConfig("demo", output="results.json"))
+    >>> [str(name) for name in names]
+    ['results.json', 'results.html', 'results.completions.jsonl']
+    """
     if config.output is None:
         return ()
     results = Path(config.output)
-    return results, results.with_suffix(".completions.jsonl")
+    return results, *map(results.with_suffix, (".html", ".completions.jsonl"))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ __all__ = [
     "fully_written",
     "left_out",
     "open_tasks",
+    "prompt_hash",
 ]
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,10 @@ def open_tasks(environment: Environment, on_overlap: OnOverlap) -> TaskSets:
     tasks = tasks.only("eval", kept)
     if on_overlap == "allow":
         return tasks
-    held_out = {_digest(task) for task in tasks.eval}
-    apart = [i for i, task in enumerate(tasks.train) if _digest(task) not in held_out]
+    held_out = {prompt_hash(task) for task in tasks.eval}
+    apart = [
+        i for i, task in enumerate(tasks.train) if prompt_hash(task) not in held_out
+    ]
     shared, total = len(tasks.train) - len(apart), len(tasks.train)
     if shared and on_overlap == "fail":
         raise ConfigError(
@@ -181,7 +184,7 @@ def distinct(tasks: Sequence[Task], most: int | None = None) -> list[int]:
     for index, task in enumerate(tasks):
         if most is not None and len(kept) >= most:
             break
-        digest = _digest(task)
+        digest = prompt_hash(task)
         if digest not in known:
             known.add(digest)
             kept.append(index)
@@ -454,8 +457,8 @@ def _check_task(task: object, where: str) -> None:
         )
 
 
-def _digest(task: Task) -> bytes:
-    """A hash of the prompt, roles included."""
+def prompt_hash(task: Task) -> bytes:
+    """A hash of the prompt, 16 bytes: of roles, texts and pictures."""
     digest = hashlib.blake2b(digest_size=16)
     for message in task.messages:
         text = identity(message.content, message.pictures)

@@ -1,11 +1,11 @@
 """Trains the tokenizer of a preset."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.envs import Environment, Message
+from jaxrl_post.envs import Environment, Message, Task
 from jaxrl_post.messages import PICTURE
 
 __all__ = ["environment_texts", "environment_tokenizer", "shortened", "tokenizer_of"]
@@ -28,15 +28,20 @@ def tokenizer_of(texts: Callable[[], list[str]], vocab_size: int) -> Tokenizer:
     return Tokenizer.train(found, vocab_size=vocab_size, marks=marks)
 
 
-def environment_tokenizer(environment: Environment, vocab_size: int) -> Tokenizer:
-    """Trains a tokenizer for the tasks of an environment; deterministic.
+def environment_tokenizer(
+    environment: Environment, vocab_size: int, *, others: Sequence[Environment] = ()
+) -> Tokenizer:
+    """Trains a tokenizer for the tasks of environments; deterministic.
 
     If a task has tools, it has a chat template that writes them. If one has pictures,
     U+FFFC, which stands for a picture, is a token of its own.
     """
-    texts = environment_texts(environment)
-    tasks = environment.tasks("train")
-    first = tasks[: min(len(tasks), TOKENIZER_TEXTS)]
+    texts: list[str] = []
+    first: list[Task] = []
+    for each in (environment, *others):
+        texts += environment_texts(each)
+        tasks = each.tasks("train")
+        first += tasks[: min(len(tasks), TOKENIZER_TEXTS)]
     shown = any(message.pictures for task in first for message in task.messages)
     marks = (PICTURE,) if shown else ()
     if not any(task.tools for task in first):

@@ -247,6 +247,7 @@ RULES = {
         "processes.deadline_s": "greater than 0",
         "compile_cache.max_gib": "greater than 0",
         "deadline_s": "greater than 0",
+        "against_margin": "in [0, 1]",
     },
     ConvertConfig: {
         "step": "any",

@@ -13,7 +13,8 @@ from jaxrl_post.config.convert import ConvertConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
+from jaxrl_post.config.evaluate import EvaluateConfig
+from jaxrl_post.config.files.suite import check_evaluation
 from jaxrl_post.config.offline import (
     PairsConfig,
     PreferenceConfig,

@@ -12,7 +12,8 @@ from rich.console import Console
 from jaxrl_post.config.checks import check_options
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.evaluate import EvaluateConfig, check_evaluation
+from jaxrl_post.config.evaluate import EvaluateConfig
+from jaxrl_post.config.files.suite import check_evaluation
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data.chats import Chat, Text

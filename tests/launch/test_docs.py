@@ -136,6 +136,13 @@ def test_a_command_is_taken(name, line, tmp_path, monkeypatch):
     for file in re.findall(r"--watch\.rules[ =](\S+)", line):
         [rules] = [code for page, code in of("toml") if page == name]
         (tmp_path / file).write_text(rules, encoding="utf-8")
+    for file in re.findall(r"--suite[ =](\S+)", line):
+        [suite] = [code for page, code in of("toml") if page == name]
+        (tmp_path / file).write_text(suite, encoding="utf-8")
+        for data in re.findall(r'path = "(\S+)"', suite):
+            (tmp_path / data).touch()
+    for file in re.findall(r"--against[ =](\S+)", line):
+        (tmp_path / file).touch()
     for file in re.findall(r"--watch\.webhook[ =](\S+)", line):
         (tmp_path / file).write_text("https://example.com/hook", encoding="utf-8")
     # The model of `make smollm2`.
@@ -164,7 +171,11 @@ def test_json_is_json(name, code):
                 json.loads(line)
 
 
-@pytest.mark.parametrize(("name", "code"), of("toml"), ids=lambda each: each[:40])
+# Suites of evaluations are read with the commands that name them.
+RULES = [block for block in of("toml") if "[[parts]]" not in block[1]]
+
+
+@pytest.mark.parametrize(("name", "code"), RULES, ids=lambda each: each[:40])
 def test_rules_are_read(name, code, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for page, python in of("python"):

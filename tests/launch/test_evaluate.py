@@ -15,7 +15,8 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.examples.texts import tokenizer_of
 from jaxrl_post.learner.model import open_model
-from jaxrl_post.programs.evaluate import _tell_limits, sampling_of
+from jaxrl_post.programs.evaluation.answers import sampling_of
+from jaxrl_post.programs.evaluation.run import _tell_limits
 from jaxrl_post.programs.intervals import interval_over_tasks
 from jaxrl_post.rollout import Episode, Group
 from launch import cli, evaluate
@@ -243,7 +244,7 @@ def test_greedy_samples_of_a_model_say_why_they_are(model, tmp_path, capsys):
 
 
 def test_nothing_is_overwritten(model, tmp_path, capsys):
-    for name in ("results.json", "results.completions.jsonl"):
+    for name in ("results.json", "results.html", "results.completions.jsonl"):
         file = tmp_path / name
         file.write_text("precious")
         assert run(model, tmp_path / "results.json") == 1

@@ -128,6 +128,7 @@ LOOKED_FOR = [
     ("debugger", f"{NOT}#runs"),
     ("eval.interval", "--eval.every"),
     ("pass@k", "launch.evaluate"),
+    ("mcnemar", f"{HOW_TO}/evaluation.md"),
     ("ckpt.keep_last", "--checkpoint.keep"),
     ("fork", f"{HOW_TO}/runs.md#another-run-from-a-checkpoint"),
     ("cache", "--compile-cache.path"),

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from jaxrl_post import pretrained
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
@@ -29,7 +30,7 @@ from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.model import save_model
 from jaxrl_post.programs import offline
 from jaxrl_post.programs.convert import ConvertConfig, convert
-from jaxrl_post.programs.evaluate import EvaluateConfig, run_evaluation
+from jaxrl_post.programs.evaluation.run import run_evaluation
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.places import initial_of
 from jaxrl_post.programs.run import RunResult

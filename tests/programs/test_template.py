@@ -26,7 +26,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs import chat as chat_program
 from jaxrl_post.programs.build.judge import open_judge
-from jaxrl_post.programs.evaluate import run_evaluation
+from jaxrl_post.programs.evaluation.run import run_evaluation
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.template import begun, of_evaluation, with_run
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh

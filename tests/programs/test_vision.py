@@ -37,7 +37,7 @@ from jaxrl_post.messages import PICTURE, Message
 from jaxrl_post.pretrained.errors import CheckpointError
 from jaxrl_post.pretrained.vision.picture_files import eyes_of
 from jaxrl_post.programs.convert import convert
-from jaxrl_post.programs.evaluate import run_evaluation
+from jaxrl_post.programs.evaluation.run import run_evaluation
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.online import run_rl
 from jaxrl_post.programs.places import tasks_fingerprint

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.jsonl import json_file
 
 __all__ = ["as_arguments", "from_values", "read"]
@@ -33,28 +34,29 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file: Path, option: str = "--config") -> dict[str, Any]:
     """Returns the options of a file, in sections, as a run's config.json has them.
 
     Args:
         file: read as YAML or TOML if its name ends so, else as JSON.
+        option: that names the file, for messages.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or holds something else.
     """
     readers = {".yaml": _yaml, ".yml": _yaml, ".toml": _toml}
     reader = readers.get(file.suffix.lower(), functools.partial(json_file, strict=True))
     try:
         content = reader(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--config: cannot read {file}: {error}") from error
+        raise ConfigError(f"{option}: cannot read {file}: {error}") from error
     except RecursionError:
-        raise ValueError(f"--config: cannot read {file}: nested too deeply") from None
+        raise ConfigError(f"{option}: cannot read {file}: nested too deeply") from None
     # A run's config.json is a `RunDescription`, with the options in `config`.
     if isinstance(content, dict) and "versions" in content:
         content = content.get("config")
     if not isinstance(content, dict):
-        raise ValueError(f"--config: {file} must hold an object; got {content!r:.80}")
+        raise ConfigError(f"{option}: {file} must hold an object; got {content!r:.80}")
     return content
 
 
@@ -93,26 +95,26 @@ def from_values[Config](
     """Replaces fields of a nested dataclass; an unknown key is an error.
 
     Raises:
-        ValueError: a key that is no field, or a value of the wrong type.
+        ConfigError: a key that is no field, or a value of the wrong type.
     """
     changes: dict[str, Any] = {}
     hints = get_type_hints(type(default))
     for name, value in values.items():
         if name not in hints:
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: unknown key {name!r:.80}; known: {', '.join(sorted(hints))}"
             )
         old = getattr(default, name)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, dict):
-                raise ValueError(
+                raise ConfigError(
                     f"{where}: {name} must be an object; got {value!r:.80}"
                 )
             changes[name] = from_values(old, value, where=f"{where}: {name}")
         elif not _fits(value, hints[name]):
             hint = hints[name]
             expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: {name} must be {expected.removeprefix('typing.')}; "
                 f"got {value!r:.80}"
             )

@@ -1,0 +1,1 @@
+"""Options in files: of any program, and the suites of evaluations."""

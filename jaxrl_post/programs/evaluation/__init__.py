@@ -1,0 +1,1 @@
+"""Evaluation of a model: answers, constraints, a baseline, results and their page."""
