@@ -21,9 +21,10 @@ from jaxrl_post.records.lock import holder_of
 from jaxrl_post.records.pages import template
 from jaxrl_post.records.report.charts import Figure, Run
 from jaxrl_post.records.report.curves import Curves
-from jaxrl_post.records.report.history import History
+from jaxrl_post.records.report.history import History, read_diagnostics
 from jaxrl_post.records.report.page import (
     OTHERS,
+    SPREAD,
     WORK,
     contents,
     reward_scale,
@@ -179,7 +180,7 @@ class LiveRun:
         behind = self._follower.end < self._follower.size
         if behind and self._curves.rows < 2 * self._arranged_rows:
             return
-        paths = ("config", "alarms", "timeline", "best")
+        paths = ("config", "alarms", "timeline", "diagnostics", "best")
         seen = [
             self._again,
             self._curves.rows,
@@ -207,6 +208,9 @@ class LiveRun:
             best=self.directory.read_best(),
             work=work,
             alarms=alarms if watched else None,
+            diagnostics=self._read(
+                "diagnostics.jsonl", lambda: read_diagnostics(self.directory)
+            ),
         )
         figures: dict[str, Values] = {}
         found: Values = EMPTY
@@ -375,7 +379,7 @@ def _listed(figure: Values, section: str, figures: dict[str, Values]) -> Values:
         **{key: value for key, value in figure.items() if key != "draw"},
         "id": name,
         # The others are not over steps.
-        "zooms": section != WORK,
+        "zooms": section not in (WORK, SPREAD),
         "drawn": figure["draw"] is not None,
     }
 
