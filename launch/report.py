@@ -1,4 +1,4 @@
-"""Writes the report of a run again: `python -m launch.report runs/demo`."""
+"""Writes the report of a run again, or compares runs: `launch.report runs/demo`."""
 
 import sys
 from dataclasses import dataclass
@@ -12,37 +12,50 @@ from launch import cli
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """The run to report on.
+    """The run to report on, or the runs to compare.
 
     Attributes:
-        run_dir: directory of a finished or a running run.
-        title: heading of the page; None for the directory's name.
+        run_dirs: directories of finished or running runs. Of one, its report is
+            written; of several, a page with their curves in the same charts, the
+            options that differ, and paired tests of their last evaluations against the
+            first run's.
+        title: heading of the page; None for the directories' names.
+        output: the page of several runs.
     """
 
-    run_dir: tyro.conf.Positional[str]
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
     title: str | None = None
+    output: str = "comparison.html"
 
 
 def report(config: ReportConfig, *, console: Console, command: str = "") -> None:
-    """Writes report.html and prints its path."""
+    """Writes the page and prints its path."""
     from jaxrl_post.records.directory import RunDirectory
     from jaxrl_post.records.report import write_report
+    from jaxrl_post.records.report.comparison import write_comparison
 
     del command
-    directory = RunDirectory(Path(config.run_dir))
-    if not directory.metrics.exists():
-        raise ValueError(
-            f"run_dir: {config.run_dir} is no run directory, it has no "
-            f"{directory.metrics.name}; give the --run-dir of a run"
-        )
-    path = write_report(directory, title=config.title)
+    directories = [RunDirectory(Path(each)) for each in config.run_dirs]
+    if not directories:
+        raise ValueError("run_dirs: give the --run-dir of a run, or of several")
+    for directory in directories:
+        if not directory.metrics.exists():
+            raise ValueError(
+                f"run_dirs: {directory.path} is no run directory, it has no "
+                f"{directory.metrics.name}; give the --run-dir of a run"
+            )
+    if len(directories) == 1:
+        path = write_report(directories[0], title=config.title)
+    else:
+        path = write_comparison(directories, Path(config.output), title=config.title)
     console.print(f"report: {path}", markup=False, highlight=False)
 
 
 PROGRAM = cli.Program(
     name="launch.report",
-    description="Writes the report of a run from its files.",
-    default=lambda arguments: ReportConfig(run_dir=tyro.MISSING),
+    description="Writes the report of a run from its files; of several runs, a page "
+    "that compares them.",
+    default=lambda arguments: ReportConfig(run_dirs=tyro.MISSING),
     load=lambda: (report, (ValueError, OSError)),
 )
 

@@ -22,7 +22,13 @@ from jaxrl_post.records.pages import template
 from jaxrl_post.records.report.charts import Figure, Run
 from jaxrl_post.records.report.curves import Curves
 from jaxrl_post.records.report.history import History
-from jaxrl_post.records.report.page import WORK, contents, reward_scale, sample
+from jaxrl_post.records.report.page import (
+    OTHERS,
+    WORK,
+    contents,
+    reward_scale,
+    sample,
+)
 from jaxrl_post.records.report.panels import STEP_TIME
 from jaxrl_post.records.report.work import newest_work
 from jaxrl_post.records.visible import visible
@@ -212,7 +218,7 @@ class LiveRun:
                 self._faults["page"] = f"not all of the run can be shown: {error!r}"
         others, sections = found["others"], [*found["sections"]]
         if others["figures"]:
-            sections.append(("Other metrics", others["figures"]))
+            sections.append((OTHERS, others["figures"]))
         listed = [
             {
                 "name": name,

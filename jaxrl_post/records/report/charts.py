@@ -24,6 +24,7 @@ __all__ = [
     "downsample",
     "lane_chart",
     "line_chart",
+    "lines_chart",
     "smooth",
     "smoothing_window",
     "spikes",
@@ -176,6 +177,47 @@ def line_chart(
         _add_line(figure, line, [value for _, value in kept], form)
     if missing:
         _add_missing(figure, missing)
+    if logarithmic:
+        _add_note(figure, "log scale")
+    return figure.to_plotly_json()
+
+
+def lines_chart(
+    lines: Mapping[int, Sequence[Point]],
+    steps: Run,
+    names: Sequence[str],
+    *,
+    form: Callable[[float], str] = notation.number,
+    smoothed: bool = True,
+    linear: bool = False,
+) -> Figure:
+    """Draws a metric of several runs; a long line as its moving mean.
+
+    Args:
+        lines: points of each run by its number, at least one point each.
+        steps: first and last step of all charts of the page.
+        names: of the runs in the tooltip, by number, without markup.
+        form: formats a value for the tooltip.
+        smoothed: whether a long line is its moving mean.
+        linear: whether the axis is never logarithmic.
+    """
+    values = [value for points in lines.values() for _, value in points]
+    logarithmic = spikes(values) and not linear
+    figure = _figure(steps)
+    figure.update_yaxes(_value_axis(values, logarithmic))
+    for number, points in lines.items():
+        own = [value for _, value in points]
+        window = smoothing_window(len(points)) if smoothed else 1
+        numbers = {step: place for place, (step, _) in enumerate(points)}
+        places = sorted({numbers[step] for step, _ in downsample(points)})
+        line = {
+            "x": [points[place][0] for place in places],
+            "mode": "lines+markers" if len(points) <= MAX_DOTS else "lines",
+            "line": {"color": f"var(--c{number})", "width": 1.75},
+            "marker": {"size": 4},
+        }
+        mean = _means(own, window, places, logarithmic)
+        _add_line(figure, line, mean, form, name=names[number])
     if logarithmic:
         _add_note(figure, "log scale")
     return figure.to_plotly_json()

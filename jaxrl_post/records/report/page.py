@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -41,8 +41,18 @@ from jaxrl_post.records.report.panels import (
 from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.report.work import Strip, Work
 
-__all__ = ["WORK", "contents", "page", "reward_scale", "sample"]
+__all__ = [
+    "MAX_OTHERS",
+    "OTHERS",
+    "WORK",
+    "contents",
+    "page",
+    "panels_of",
+    "reward_scale",
+    "sample",
+]
 
+OTHERS = "Other metrics"  # Heading of metrics without one.
 WORK = "Who worked when"  # Heading of the charts that are not over steps.
 MAX_OTHERS = 60  # Most charts of metrics without a heading.
 MAX_CHARACTERS = 4000  # Most that a prompt or completion shows.
@@ -373,22 +383,42 @@ def _layers(history: History) -> tuple[list[int], list[tuple[str, list[float]]]]
     return steps, layers
 
 
+def panels_of(metrics: Iterable[str]) -> Iterator[tuple[str, list[Panel]]]:
+    """The panels of metrics under their headings, the last heading for all others.
+
+    Stacks of several metrics are left out; their metrics are among the others.
+
+    >>> [(name, [panel.metric for panel in panels])
+    ...  for name, panels in panels_of(["mine", "reward/mean"])]
+    [('Learning', ['reward/mean']), ('Other metrics', ['mine'])]
+    """
+    metrics = [*metrics]
+    shown = {f"{metric}/episodes" for metric in metrics}
+    for name, panels in (*SECTIONS, ("Time", SPEED), ("Machine", MACHINE)):
+        found = [
+            each
+            for wide in panels
+            for each in named(wide, metrics)
+            if each.metric in metrics
+        ]
+        shown |= {each.metric for each in found}
+        if found:
+            yield name, found
+    yield OTHERS, [Panel(each, each) for each in sorted({*metrics} - shown)]
+
+
 def _others(history: History) -> Values:
-    known = [panel for _, panels in SECTIONS for panel in panels]
-    known += [*SPEED, *MACHINE]
-    shown = {each.metric for wide in known for each in named(wide, history.curves)}
-    shown |= {metric for metric, _ in PHASES} | {STEP_TIME}
+    *_, (_, others) = panels_of(history.curves)
     stacks = [stack for found in STACKS.values() for stack in found]
+    shown = {metric for metric, _ in PHASES} | {STEP_TIME}
     shown |= {metric for stack in stacks for metric, _ in stack.layers}
     if history.work is not None:
         shown |= {panel.metric for panel in IDLE}
-    counts = {f"{metric}/episodes" for metric in history.curves}
-    others = sorted(set(history.curves) - shown - counts)
-    panels = [Panel(metric, metric) for metric in others[:MAX_OTHERS]]
+    panels = [panel for panel in others if panel.metric not in shown]
     return {
-        "count": len(others),
-        "figures": list(_figures(panels, history)),
-        "left": max(0, len(others) - MAX_OTHERS),
+        "count": len(panels),
+        "figures": list(_figures(panels[:MAX_OTHERS], history)),
+        "left": max(0, len(panels) - MAX_OTHERS),
     }
 
 
