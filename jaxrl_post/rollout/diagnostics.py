@@ -9,7 +9,7 @@ from jaxrl_post.types import TokenBatch
 
 __all__ = ["diagnostics"]
 
-# Bars of the histogram, places along the answers, and groups of values.
+# Bars of the histogram, most places along the answers, and groups of values.
 BINS, PLACES, VALUES = 40, 20, 10
 # Shares of the advantages below and above the histogram, which its end bars count.
 OUTSIDE = 0.001
@@ -42,7 +42,7 @@ def diagnostics(pieces: Sequence[TokenBatch]) -> dict[str, Any]:
     >>> found = diagnostics([batch])
     >>> found["advantages"]["low"], sum(found["advantages"]["counts"])
     (-1.0, 2)
-    >>> found["places"]["mean"][:2]
+    >>> found["places"]["mean"]
     [1.0, -1.0]
     """
     masks = [np.asarray(piece.loss_mask) for piece in pieces]
@@ -72,10 +72,11 @@ def diagnostics(pieces: Sequence[TokenBatch]) -> dict[str, Any]:
     )
     width = int(offsets.max()) // PLACES + 1
     values, returns = trained("values_before"), trained("returns")
-    found["places"] = {"width": width, **_by(offsets // width, PLACES, advantages)}
+    places = offsets // width
+    found["places"] = {"width": width, **_by(places, advantages)}
     if values is not None and returns is not None:
         for name, each in (("value", values), ("return", returns)):
-            found["places"][name] = _by(offsets // width, PLACES, each)["mean"]
+            found["places"][name] = _by(places, each)["mean"]
         order = np.argsort(values, kind="stable")
         parts = [part for part in np.array_split(order, VALUES) if len(part)]
         found["calibration"] = {
@@ -85,12 +86,12 @@ def diagnostics(pieces: Sequence[TokenBatch]) -> dict[str, Any]:
     return found
 
 
-def _by(places: np.ndarray, count: int, numbers: np.ndarray) -> dict[str, Any]:
+def _by(places: np.ndarray, numbers: np.ndarray) -> dict[str, Any]:
     """Count, mean and standard deviation of the numbers at each place."""
-    counts = np.bincount(places, minlength=count)
+    counts = np.bincount(places)
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = np.bincount(places, numbers, count) / counts
-        squares = np.bincount(places, (numbers - means[places]) ** 2, count) / counts
+        means = np.bincount(places, numbers) / counts
+        squares = np.bincount(places, (numbers - means[places]) ** 2) / counts
     return {
         "count": counts.tolist(),
         "mean": [*map(_rounded, means)],

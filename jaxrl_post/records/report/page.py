@@ -220,7 +220,7 @@ def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
 
 
 def _spread(row: Mapping[str, Any]) -> Iterator[Values]:
-    """Charts the advantages and values of one step, as `rollout.diagnostics` has them."""
+    """Charts the advantages and values of a step (`rollout.diagnostics`)."""
     found, places = row["advantages"], row["places"]
     at = [place * places["width"] for place in range(len(places["count"]))]
     total = sum(found["counts"])
