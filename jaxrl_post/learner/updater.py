@@ -73,7 +73,7 @@ class Updater:
     # Advantages of the last groups, float32 [groups, samples] or [groups, samples,
     # turns]; None if the algorithm has none of episodes or turns.
     advantages: np.ndarray | None = field(default=None, init=False)
-    # Of the last step, if it is evaluated, as `rollout.diagnostics` makes them.
+    # `rollout.diagnostics` of the last step; empty unless it is evaluated.
     diagnostics: dict[str, Any] = field(default_factory=dict, init=False)
     # Seconds by phase, "logprobs" and "train", of the present step.
     _phases: dict[str, float] = field(default_factory=dict, init=False)

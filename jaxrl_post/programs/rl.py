@@ -24,11 +24,11 @@ from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Evaluation, Experience
 from jaxrl_post.programs.loop import Trainer
 from jaxrl_post.programs.watching.graders import Graders
-from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import JsonLines, RunDirectory
-from jaxrl_post.records.evaluations import evaluation_row
 from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.rollouts import RolloutLog
+from jaxrl_post.records.rows.conversations import conversation
+from jaxrl_post.records.rows.evaluations import evaluation_row
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
 from jaxrl_post.records.timeline import Timeline
 from jaxrl_post.rollout.ahead import Ahead
@@ -265,7 +265,7 @@ class OnlineTrainer(Trainer):
     _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
-    # Of evaluations, by the names of their files.
+    # Logs with a row per evaluation, by the names of their files.
     _logs: dict[str, JsonLines] = field(default_factory=dict, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jaxrl_post.records.directory import JsonLines, RunDirectory
-from jaxrl_post.records.evaluations import (
+from jaxrl_post.records.rows.evaluations import (
     evaluation_row,
     prompt_digest,
     read_evaluations,

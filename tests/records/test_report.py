@@ -15,8 +15,8 @@ import pytest
 from jaxrl_post.envs.tools import ERROR_KINDS
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
-from jaxrl_post.records.pages import packaged
 from jaxrl_post.records.report import write_report
+from jaxrl_post.records.report.templates import packaged
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
 
 START = 1_767_600_000.0  # 2026-01-05 08:00 UTC.

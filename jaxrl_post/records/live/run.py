@@ -15,10 +15,9 @@ from jaxrl_post.records import notation
 from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, last_rows
 from jaxrl_post.records.ending import read_ending
-from jaxrl_post.records.live.follow import Follower
+from jaxrl_post.records.live.follow import LogTail
 from jaxrl_post.records.live.samples import Query, SampleIndex, texts_of
 from jaxrl_post.records.lock import holder_of
-from jaxrl_post.records.pages import template
 from jaxrl_post.records.report.charts import Figure, Run
 from jaxrl_post.records.report.curves import Curves
 from jaxrl_post.records.report.history import History, read_diagnostics
@@ -31,6 +30,7 @@ from jaxrl_post.records.report.page import (
     sample,
 )
 from jaxrl_post.records.report.panels import STEP_TIME
+from jaxrl_post.records.report.templates import template
 from jaxrl_post.records.report.work import newest_work
 from jaxrl_post.records.visible import visible
 from jaxrl_post.watch.alarms import RAISED
@@ -63,7 +63,7 @@ EMPTY: Values = {
 
 
 class LiveRun:
-    """What a page shows of a run that may be running.
+    """Follows a run for a page, while it runs or afterwards.
 
     One thread calls `advance` again and again; any thread may call the others.
 
@@ -90,11 +90,11 @@ class LiveRun:
         self.directory, self._clock = directory, clock
         self.samples = SampleIndex(directory.samples)
         self._lock = threading.Lock()
-        self._follower = Follower(directory.metrics)
+        self._tail = LogTail(directory.metrics)
         self._curves, self._again = Curves(), 0
         self._lengths = deque[float](maxlen=RECENT)
         self._faults: dict[str, str] = {}
-        # What was made last of the files, and what they were then.
+        # The last contents, and the marks of the files that they were made from.
         self._seen: Sequence[Any] = ()
         self._version = 0
         self._arranged_rows = ROWS_AT_ONCE
@@ -125,7 +125,7 @@ class LiveRun:
         return more
 
     def _advance_metrics(self) -> bool:
-        read = self._follower.read(CHUNK)
+        read = self._tail.read(CHUNK)
         with self._lock:
             if read.again:
                 self._curves, self._again = Curves(), self._again + 1
@@ -142,11 +142,11 @@ class LiveRun:
                 length = row["metrics"].get(STEP_TIME)
                 if isinstance(length, int | float):
                     self._lengths.append(length)
-        behind = self._follower.end < self._follower.size
+        behind = self._tail.end < self._tail.size
         return read.again or (bool(read.lines) and behind)
 
     def state(self, since: int | None = None) -> Values:
-        """What the page shows, as JSON; texts are plain, for the page to escape.
+        """Tells the page all that it shows, as JSON with plain texts.
 
         Args:
             since: `version` of an earlier state; if nothing of it has changed, figures,
@@ -155,8 +155,8 @@ class LiveRun:
         with self._lock:
             self._renew()
             done = 1.0
-            if self._follower.size:
-                done = self._follower.end / self._follower.size
+            if self._tail.size:
+                done = self._tail.end / self._tail.size
             state: Values = {
                 "version": self._version,
                 "title": self.directory.path.resolve().name,
@@ -177,7 +177,7 @@ class LiveRun:
 
         While a long log is read the first time, only as often as its rows double.
         """
-        behind = self._follower.end < self._follower.size
+        behind = self._tail.end < self._tail.size
         if behind and self._curves.rows < 2 * self._arranged_rows:
             return
         paths = ("config", "alarms", "timeline", "diagnostics", "best")
@@ -241,7 +241,7 @@ class LiveRun:
         return _shown(found | own), figures
 
     def _read(self, name: str, read: Callable[[], Any]) -> Any:
-        """What `read` returns; None and a note on the page if it cannot."""
+        """Calls `read`; returns None, with a note on the page, if it cannot."""
         try:
             found = read()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -258,7 +258,7 @@ class LiveRun:
         return newest_work(rows, dict(self._curves[STEP_TIME].points))
 
     def _status(self) -> Values:
-        """How the run is: a word, a sentence, and the time that it still takes."""
+        """Tells how the run is: a word, a sentence, and the time that is left."""
         steps = self._steps()
         ending = read_ending(self.directory.ending)
         try:
@@ -353,7 +353,7 @@ class LiveRun:
 
 
 def _mark(path: Path) -> Any:
-    """What changes with a file."""
+    """Size and time of a file, which change with it."""
     try:
         found = path.stat()
     except OSError:
@@ -432,7 +432,7 @@ def _rendered(row: Mapping[str, Any]) -> str:
         shown = sample(dict(row), reward_scale([row["reward"]]))
         return template("sample.html.jinja").render(sample=shown, error="")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # Of another version, or damaged.
+        # Another version wrote it, or it was damaged.
         shown = sample({**row, "conversation": None}, reward_scale([row["reward"]]))
         told = f"its conversation cannot be shown: {error!r}"
         return template("sample.html.jinja").render(sample=shown, error=told)

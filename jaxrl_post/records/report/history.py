@@ -16,7 +16,7 @@ from jaxrl_post.watch.alarms import RAISED
 
 __all__ = ["History", "read_diagnostics", "read_history"]
 
-# Of the end of diagnostics.jsonl; a row has about 2,000.
+# Bytes at the end of diagnostics.jsonl that are read; a row has about 2,000.
 DIAGNOSTICS_BYTES = 2**16
 MAX_EXAMPLES = 8
 MAX_TRAINED = 4  # Number of trained conversations, in addition to held-out ones.

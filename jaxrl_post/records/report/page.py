@@ -20,7 +20,6 @@ from jaxrl_post.records.metric_table import (
     TOKENS_PER_SECOND,
     row_of,
 )
-from jaxrl_post.records.pages import packaged, script_policy, template
 from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.alarms import alarms_of
 from jaxrl_post.records.report.curves import Curve
@@ -38,6 +37,7 @@ from jaxrl_post.records.report.panels import (
     Stack,
     named,
 )
+from jaxrl_post.records.report.templates import packaged, script_policy, template
 from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.report.work import Strip, Work
 
