@@ -89,7 +89,7 @@ class LiveRun:
     ) -> None:
         self.directory, self._clock = directory, clock
         self.samples = SampleIndex(directory.samples)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._tail = LogTail(directory.metrics)
         self._curves, self._again = Curves(), 0
         self._lengths = deque[float](maxlen=RECENT)
@@ -108,20 +108,27 @@ class LiveRun:
         if not more or not self.samples.rows:
             more |= self._tried("samples.jsonl", self.samples.advance)
         if self.samples.damaged:
-            self._faults["rows"] = (
-                f"samples.jsonl: {self.samples.damaged} lines are no rows of a run and "
-                "are left out"
-            )
+            count = self.samples.damaged
+            told = f"samples.jsonl: {count} lines are no rows of a run and are left out"
+            self._tell("rows", told)
         return more
+
+    def _tell(self, name: str, fault: str | None) -> None:
+        """Notes a fault for the page to show; None if it is over."""
+        with self._lock:
+            if fault is None:
+                self._faults.pop(name, None)
+            else:
+                self._faults[name] = fault
 
     def _tried(self, name: str, read: Callable[[], bool]) -> bool:
         """Reads on; a file that cannot be read is told, and tried again later."""
         try:
             more = read()
         except OSError as error:
-            self._faults[name] = f"{name}: cannot be read: {error}"
+            self._tell(name, f"{name}: cannot be read: {error}")
             return False
-        self._faults.pop(name, None)
+        self._tell(name, None)
         return more
 
     def _advance_metrics(self) -> bool:
@@ -134,10 +141,8 @@ class LiveRun:
                     row = json.loads(line)
                     self._curves.add(row)
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
-                    self._faults["lines"] = (
-                        "metrics.jsonl: a line is no row of a run and is left out: "
-                        f"{line[:80]!r}: {error!r}"
-                    )
+                    told = "metrics.jsonl: a line is no row of a run and is left out: "
+                    self._tell("lines", f"{told}{line[:80]!r}: {error!r}")
                     continue
                 length = row["metrics"].get(STEP_TIME)
                 if isinstance(length, int | float):
@@ -219,7 +224,7 @@ class LiveRun:
                 found = contents(history)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 # Alarms or a configuration that no run of this version wrote.
-                self._faults["page"] = f"not all of the run can be shown: {error!r}"
+                self._tell("page", f"not all of the run can be shown: {error!r}")
         others, sections = found["others"], [*found["sections"]]
         if others["figures"]:
             sections.append((OTHERS, others["figures"]))
@@ -245,9 +250,9 @@ class LiveRun:
         try:
             found = read()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._faults[name] = f"{name}: {error}"
+            self._tell(name, f"{name}: {error}")
             return None
-        self._faults.pop(name, None)
+        self._tell(name, None)
         return found
 
     def _work(self) -> Any:
