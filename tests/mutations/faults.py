@@ -13,6 +13,7 @@ from tests.mutations.selection_faults import SELECTION
 from tests.mutations.serve_faults import SERVE
 from tests.mutations.tool_faults import TOOLS
 from tests.mutations.vision_faults import VISION
+from tests.mutations.watch_faults import WATCHING
 
 __all__ = ["FAULTS"]
 
@@ -623,6 +624,7 @@ FAULTS = [
     *SERVE,
     *TOOLS,
     *VISION,
+    *WATCHING,
     *PICTURES,
     *JUDGES,
     *ENVIRONMENTS,

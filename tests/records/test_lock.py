@@ -13,12 +13,12 @@ import pytest
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.records import lock as module
-from jaxrl_post.records.lock import run_lock
+from jaxrl_post.records.lock import holder_of, run_lock
 
 HOLDER = """
 import sys
 from pathlib import Path
-from jaxrl_post.records.lock import run_lock
+from jaxrl_post.records.lock import holder_of, run_lock
 with run_lock(Path(sys.argv[1]), "python -m launch.sft --steps 9"):
     print("held", flush=True)
     sys.stdin.read()
@@ -136,3 +136,13 @@ def test_a_path_that_can_be_no_directory_is_named_with_its_option(tmp_path, belo
     file.write_text("")
     path = file / below
     assert refusal(path) == f"--run-dir: {path}: Not a directory"
+
+
+def test_a_look_at_the_same_instant_does_not_refuse_a_run(tmp_path, monkeypatch):
+    (tmp_path / "lock").touch()
+    look = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    # It is over when the run tries again.
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: os.close(look))
+    with run_lock(tmp_path, "the run"):
+        assert holder_of(tmp_path)[1]
