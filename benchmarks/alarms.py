@@ -346,6 +346,8 @@ def _clean(
         if last < steps:
             failed.append(f"{name}, seed {seed}: stopped at step {last}")
         print(name, seed, last, [e["rule"] for e in alarms], flush=True)
+        # The programs of fifty runs take all memory maps that a process may have.
+        jax.clear_caches()
     share = 1000 * sum(counts.values()) / max(rules, 1)
     if share > 1:
         failed.append(f"{share:.2f} alarms in 1,000 rule-steps")
