@@ -1,8 +1,6 @@
 """A page that compares runs: curves, options that differ, paired tests."""
 
 import json
-import shutil
-import subprocess
 
 import pytest
 
@@ -10,6 +8,7 @@ from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.report.comparison import compare_evaluations, write_comparison
 from jaxrl_post.records.sinks import MetricsLog
 from launch import report
+from tests.browser import dom_of, needs_browser
 
 ATTACK = "<script>alert(1)</script><img src=x>"
 
@@ -135,17 +134,9 @@ def test_program_writes_the_page(tmp_path, two, capsys, monkeypatch):
     assert "<title>Both</title>" in (tmp_path / "comparison.html").read_text()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs_browser
 def test_a_browser_draws_a_line_for_each_run(two, tmp_path):
-    path = write_comparison(two, tmp_path / "page.html")
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    drawn = subprocess.run(
-        ["chromium", *options, profile, "--virtual-time-budget=5000", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    ).stdout
+    drawn = dom_of(write_comparison(two, tmp_path / "page.html"), tmp_path / "profile")
     assert drawn.count('class="plot js-plotly-plot"') == 3
     reward = drawn[drawn.index("<h3>Reward</h3>") : drawn.index("<h3>mine</h3>")]
     assert reward.count('class="trace scatter') >= 2

@@ -6,8 +6,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -18,6 +16,7 @@ from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.report import write_report
 from jaxrl_post.records.report.templates import packaged
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
+from tests.browser import dom_of, needs_browser
 
 START = 1_767_600_000.0  # 2026-01-05 08:00 UTC.
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -582,22 +581,14 @@ def test_browser_runs_the_pages_scripts_and_loads_nothing(directory):
     }
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs_browser
 def test_a_browser_draws_every_chart_that_is_not_folded_away(directory, tmp_path):
     rows = {step: dict.fromkeys(CHARTS, 0.5 + step) for step in range(30)}
     rows[7]["train/loss"] = math.nan
     rows[2]["time/step"] = rows[3]["time/step"] = 2.0
     log_metrics(directory, rows)
     log_timeline(directory)
-    path = write_report(directory)
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    drawn = subprocess.run(
-        ["chromium", *options, profile, "--virtual-time-budget=5000", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    ).stdout
+    drawn = dom_of(write_report(directory), tmp_path / "profile")
     assert drawn.count('class="plot"') == 1  # Rows of the other metrics.
     # All but the folded one, and two strips and a histogram of the timeline.
     assert drawn.count('class="plot js-plotly-plot"') == len(CHARTS) + 2

@@ -21,6 +21,7 @@ from jaxrl_post.programs.watching.live import guards, live_routes, run_live
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
+from tests.browser import QUIET
 
 # It runs where it becomes markup or code.
 ATTACK = (
@@ -28,11 +29,6 @@ ATTACK = (
     "<style>@import url(/attacked);</style></pre></div><iframe src=/attacked></iframe>"
     "\x1b]8;;http://x\x07 javascript:fetch('/attacked') \u202e&lt;b&gt;"
 )
-# Without them Chromium looks up hosts of its own.
-QUIET = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
 
 
 def log(directory, steps, resume=None):

@@ -1,0 +1,36 @@
+"""Chromium, in which tests open pages."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+__all__ = ["QUIET", "dom_of", "needs_browser"]
+
+# Without them Chromium looks up hosts of its own.
+QUIET = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+needs_browser = pytest.mark.skipif(
+    shutil.which("chromium") is None,
+    reason="needs chromium; tools/browser.sh installs it",
+)
+
+
+def dom_of(page: Path, profile: Path) -> str:
+    """The document of a file after its scripts ran for five seconds of their time.
+
+    Args:
+        page: the file.
+        profile: an empty folder.
+    """
+    options = ("--headless", "--dump-dom", f"--user-data-dir={profile}")
+    return subprocess.run(
+        ["chromium", *QUIET, *options, "--virtual-time-budget=5000", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout
