@@ -85,8 +85,8 @@ def test_what_else_is_in_the_loss_is_taken_off(coin, judges):
         shifted(1, "tokens"),
     ],
     ids=[
-        "advantages of a sequence", "ids", "stop tokens", "advantages", "advantages back",
-        "masks", "tokens",
+        "advantages of a sequence", "ids", "stop tokens", "advantages",
+        "advantages back", "masks", "tokens",
     ],
 )  # fmt: skip
 def test_a_fault_gives_another_gradient(coin, judges, plant):

@@ -20,6 +20,7 @@ from jaxrl_post.config.evaluate import RedteamConfig
 from jaxrl_post.config.offline import OfflineConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, RunConfig, WatchConfig
+from jaxrl_post.data import packing
 from jaxrl_post.envs import AgentEnvironment, Environment
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.tasks import TaskSets
@@ -37,7 +38,11 @@ from jaxrl_post.programs.watching.check import Check, Verdict
 from jaxrl_post.programs.watching.doctor import UnhealthyError
 from jaxrl_post.programs.watching.guard import open_watch
 from jaxrl_post.programs.watching.host import free_memory
-from jaxrl_post.programs.watching.masks import shown_masks
+from jaxrl_post.programs.watching.masks import (
+    answers_of,
+    rendered_conversation,
+    shown_masks,
+)
 from jaxrl_post.programs.watching.redteam import judged
 from jaxrl_post.programs.watching.sampled import (
     gradient_check,
@@ -55,6 +60,8 @@ __all__ = ["run_checkup"]
 
 # The small step: prompts, samples of each, tasks of the evaluation.
 PROMPTS, SAMPLES, TASKS = 4, 4, 4
+# Tokens of a burst of decoding.
+BURST = 32
 # Tasks whose demonstrations and adversarial answers are judged, and the attacks.
 JUDGED, ATTACKED = 8, ("empty", "constant", "echo")
 # Seconds of a judgement above which the check warns.
@@ -186,11 +193,7 @@ def _sample(
         for found in sample_checks(trainer, metrics, noise=noise):
             tell(found)
         tell(length_check(trainer, environment))
-        shown = shown_masks(
-            trainer.updater, trainer.groups, colour=console.color_system is not None
-        )
-        if shown is not None:
-            console.print(shown, highlight=False)
+        _show(trainer, console)
         raise _TakenError
 
     def memory(
@@ -206,6 +209,26 @@ def _sample(
     quiet = Console(quiet=True)
     with contextlib.suppress(_TakenError):
         run_rl(small, console=quiet, command="", prepare=looked, memory=memory)
+
+
+def _show(trainer: OnlineTrainer, console: Console) -> None:
+    """Prints the sample with the most answers, and a conversation if it has only one.
+
+    A model that is not trained yet seldom calls tools.
+    """
+    updater, found = trainer.updater, list[tuple[str, packing.Sequence]]()
+    tokenizer = updater.model.tokenizer
+    if trainer.groups:
+        made, *_ = updater.sequences(trainer.groups)
+        found += [("a sample", max(made, key=answers_of))] if made else []
+    if all(answers_of(each) < 2 for _, each in found):
+        rendered = rendered_conversation(trainer.experience.environment, tokenizer)
+        name = "a conversation, as if the model had said the assistant's turns"
+        found += [] if rendered is None else [(name, rendered)]
+    colour = console.color_system is not None
+    for name, sequence in found:
+        text = shown_masks(name, sequence, tokenizer, colour=colour)
+        console.print(text, highlight=False)
 
 
 def _step_check(told: str, begin: float, error: UpdateError | None) -> Check:
@@ -239,6 +262,8 @@ def _small[Config: RunConfig](config: Config, place: Path) -> Config:
     if isinstance(config, RLConfig):
         changes |= {
             "rollout": dataclasses.replace(config.rollout, **_smaller(config)),
+            # A deep model compiles in half of the time.
+            "update": dataclasses.replace(config.update, scan_layers=True),
             "samplers": 0,
             "log_rollouts": None,
         }
@@ -251,6 +276,8 @@ def _smaller(config: RLConfig) -> dict[str, Any]:
     return {
         "prompts_per_step": min(PROMPTS, rollout.prompts_per_step),
         "samples_per_prompt": min(SAMPLES, rollout.samples_per_prompt),
+        # Long bursts of decoding have few shapes to compile.
+        "steps_per_call": rollout.steps_per_call or min(BURST, rollout.max_tokens),
         "dynamic_sampling": False,
         "partial": 0,
         "ahead": 0,

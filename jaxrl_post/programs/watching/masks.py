@@ -1,20 +1,25 @@
 """Shows a conversation with the tokens that a step trains on."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from rich.text import Text
 
-from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.learner.updater import Updater
-from jaxrl_post.rollout.episode import Episode, Group
+from jaxrl_post.data import chat, learned, packing
+from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
+from jaxrl_post.envs import Environment, Message
+from jaxrl_post.pictures import PictureError
+from jaxrl_post.tokens import Tokens
 
-__all__ = ["shown_masks"]
+__all__ = ["answers_of", "rendered_conversation", "shown_masks"]
 
 # Characters of a part, and parts, that are shown.
 PART, PARTS = 800, 24
+# Tasks among which the longest conversation is looked for.
+SEARCHED = 32
 
 
 class Kind(NamedTuple):
@@ -23,7 +28,7 @@ class Kind(NamedTuple):
     Attributes:
         name: in the legend.
         style: in colour.
-        marks: around a part without colour.
+        marks: around a part, where there is no colour.
     """
 
     name: str
@@ -31,74 +36,84 @@ class Kind(NamedTuple):
     marks: tuple[str, str]
 
 
-TRAINED = Kind("trained on", "green", ("{+", "+}"))
-SAMPLED = Kind("sampled, not trained on", "red", ("{-", "-}"))
-TOOLS = Kind("a tool's or the environment's output", "cyan", ("{=", "=}"))
 CONTEXT = Kind("context", "dim", ("", ""))
-KINDS = (TRAINED, SAMPLED, TOOLS, CONTEXT)
+BETWEEN = Kind("between answers, such as a tool's output", "cyan", ("{=", "=}"))
+TRAINED = Kind("trained on", "green", ("{+", "+}"))
+KINDS = (CONTEXT, BETWEEN, TRAINED)
 
 
 def shown_masks(
-    updater: Updater, groups: Sequence[Group], *, colour: bool
-) -> Text | None:
-    """Renders the sample with the most turns, as the packed sequences have it.
+    name: str, sequence: packing.Sequence, tokenizer: Tokenizer, *, colour: bool
+) -> Text:
+    """Renders a sequence by its loss mask, with a legend.
 
     Args:
-        updater: makes the sequences.
-        groups: of a step.
+        name: says what the sequence is.
+        sequence: to train on.
+        tokenizer: of the model.
         colour: whether styles are seen; else marks stand around each part.
-
-    Returns:
-        A legend and the text; None if nothing was sampled.
     """
-    found = [(group, e) for group in groups for e in group.episodes if e.turns]
-    if not found:
-        return None
-    group, episode = max(found, key=lambda each: len(each[1].turns))
-    text = Text("a sample: ")
+    text = Text(f"{name}: ")
     for number, kind in enumerate(KINDS):
         text.append(", " if number else "")
-        text.append(_marked(kind, kind.name, colour), style=kind.style)
+        text.append(_marked(kind, kind.name, colour=colour), style=kind.style)
     text.append("\n")
-    parts = [
-        *_parts(updater.model.tokenizer, episode, _trained(updater, group, episode))
-    ]
-    for kind, said in parts[:PARTS]:
-        text.append(_marked(kind, _short(said), colour), style=kind.style)
+    parts = [*_parts(sequence)]
+    for kind, ids in parts[:PARTS]:
+        said = _short(tokenizer.decoded(ids, special=True))
+        text.append(_marked(kind, said, colour=colour), style=kind.style)
     if len(parts) > PARTS:
         text.append(f"\n... and {len(parts) - PARTS} parts more")
     return text
 
 
-def _trained(updater: Updater, group: Group, episode: Episode) -> np.ndarray:
-    """bool [tokens]: the masks of an episode's sequences, one after the other."""
-    if not updater.trains(episode):
-        return np.zeros(episode.num_tokens, np.bool_)
-    made, *_ = updater.sequences([group])
-    before = itertools.takewhile(lambda each: each is not episode, group.episodes)
-    first = sum(len(each.spans) for each in before if updater.trains(each))
-    own = made[first : first + len(episode.spans)]
-    return np.concatenate([each.loss_mask for each in own])
+def answers_of(sequence: packing.Sequence) -> int:
+    """Number of parts that are trained on."""
+    mask = np.append(sequence.loss_mask, False)
+    return int((mask[:-1] & ~mask[1:]).sum())
 
 
-def _parts(
-    tokenizer: Tokenizer, episode: Episode, trained: np.ndarray
-) -> Iterator[tuple[Kind, str]]:
-    """The text of tokens of one kind that follow one another."""
-    kinds = list[np.ndarray]()
-    for number, turn in enumerate(episode.turns):
-        answers = number > 0 and number not in episode.segments
-        context = KINDS.index(TOOLS if answers else CONTEXT)
-        kinds.append(np.full(len(turn.context), context))
-        kinds.append(np.full(len(turn.sampled), KINDS.index(SAMPLED)))
-    kind = np.where(trained, KINDS.index(TRAINED), np.concatenate(kinds))
-    ids = episode.tokens.ids
-    borders = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(ids)]
+def rendered_conversation(
+    environment: Environment, tokenizer: Tokenizer
+) -> packing.Sequence | None:
+    """A task's messages and its demonstration, with the assistant's tokens as sampled.
+
+    Args:
+        environment: has the tasks.
+        tokenizer: renders them.
+
+    Returns:
+        The longest conversation of the first tasks; None if they have neither tools nor
+        turns of the assistant, or no demonstration, or cannot be rendered.
+    """
+    every = environment.tasks("train")
+    tasks = [every[at] for at in range(min(SEARCHED, len(every)))]
+    task = max(tasks, key=lambda each: len(each.messages))
+    said = environment.demonstration(task)
+    spoken = any(each.role == "assistant" for each in task.messages)
+    if said is None or not (task.tools or spoken):
+        return None
+    answer = Message("assistant", said) if isinstance(said, str) else said
+    options = chat.with_tools(task.tools)
+    try:
+        parts = learned.conversation(tokenizer, [*task.messages, answer], options)
+    except (TokenizerError, PictureError):
+        return None
+    ids, mask = parts[-1]
+    tokens = dataclasses.replace(Tokens.context(ids.tolist()), sampled=mask)
+    return packing.Sequence(tokens, np.zeros(len(ids), np.float32))
+
+
+def _parts(sequence: packing.Sequence) -> Iterator[tuple[Kind, list[int]]]:
+    """The ids of tokens of one kind that follow one another."""
+    mask = sequence.loss_mask
+    # Numbers of KINDS.
+    kinds = np.where(mask, 2, np.maximum.accumulate(mask).astype(np.int64))
+    borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
     for first, last in itertools.pairwise(borders):
-        part = ids[first:last]
+        ids = sequence.ids[first:last]
         # Pictures have negative numbers.
-        said = tokenizer.decoded(part[part >= 0].tolist(), special=True)
-        yield KINDS[int(kind[first])], said
+        yield KINDS[int(kinds[first])], ids[ids >= 0].tolist()
 
 
 def _short(said: str) -> str:
@@ -107,8 +122,6 @@ def _short(said: str) -> str:
     return f"{said[: PART // 2]} ... {said[-PART // 2 :]}"
 
 
-def _marked(kind: Kind, said: str, colour: bool) -> str:
-    if colour:
-        return said
-    before, after = kind.marks
+def _marked(kind: Kind, said: str, *, colour: bool) -> str:
+    before, after = ("", "") if colour else kind.marks
     return f"{before}{said}{after}"
