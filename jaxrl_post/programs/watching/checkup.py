@@ -60,8 +60,6 @@ __all__ = ["run_checkup"]
 
 # The small step: prompts, samples of each, tasks of the evaluation.
 PROMPTS, SAMPLES, TASKS = 4, 4, 4
-# Tokens of a burst of decoding.
-BURST = 32
 # Tasks whose demonstrations and adversarial answers are judged, and the attacks.
 JUDGED, ATTACKED = 8, ("empty", "constant", "echo")
 # Seconds of a judgement above which the check warns.
@@ -262,7 +260,7 @@ def _small[Config: RunConfig](config: Config, place: Path) -> Config:
     if isinstance(config, RLConfig):
         changes |= {
             "rollout": dataclasses.replace(config.rollout, **_smaller(config)),
-            # A deep model compiles in half of the time.
+            # A deep model compiles sooner.
             "update": dataclasses.replace(config.update, scan_layers=True),
             "samplers": 0,
             "log_rollouts": None,
@@ -276,8 +274,6 @@ def _smaller(config: RLConfig) -> dict[str, Any]:
     return {
         "prompts_per_step": min(PROMPTS, rollout.prompts_per_step),
         "samples_per_prompt": min(SAMPLES, rollout.samples_per_prompt),
-        # Long bursts of decoding have few shapes to compile.
-        "steps_per_call": rollout.steps_per_call or min(BURST, rollout.max_tokens),
         "dynamic_sampling": False,
         "partial": 0,
         "ahead": 0,
