@@ -32,9 +32,9 @@ class Nim:
     """Take 1 to 3 of the stones that are left; the player of the last one wins.
 
     In training both players are the policy: `player_url` of "first" and "second". The
-    winner's reward is 1 and the loser's -1. A move is the last number in an answer, after
-    its thoughts; one that is no number from 1 to 3, or greater than what is left, loses at once. A player
-    who has not moved yet when the other one loses gets nothing.
+    winner's reward is 1 and the loser's -1. A move is the last number in an answer,
+    after its thoughts; one that is no number from 1 to 3, or greater than what is left,
+    loses at once. A player who has not moved yet when the other one loses gets nothing.
 
     In the held-out games the policy plays against a scripted opponent, which begins
     every other one, except games that it would win at once. The reward is 1 for a

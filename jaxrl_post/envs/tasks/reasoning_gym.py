@@ -53,9 +53,9 @@ class ReasoningGym:
 
     The scorer sees the response after its thoughts, stripped of white space. Most
     scorers give partial credit, also for a text that has the answer among others; with
-    `reward="solved"` only a score of 1 has a reward. If the scorer raises on a response that it cannot parse (three of the
-    library's scorers did on text that is no number, or JSON of another shape), the
-    reward is 0 and the metric `scorer_raised` is 1.
+    `reward="solved"` only a score of 1 has a reward. If the scorer raises on a response
+    that it cannot parse (three of the library's scorers did on text that is no number,
+    or JSON of another shape), the reward is 0 and the metric `scorer_raised` is 1.
 
     Nothing that a model wrote is executed. Where a scorer evaluates the response, only
     plain data or a plain formula is shown to it (`plain_answers.harmless`), and

@@ -66,7 +66,6 @@ JUDGED, ATTACKED = 8, ("empty", "constant", "echo")
 SLOW_S = 2.0
 # Share of the memory above which the check warns: activations are an estimate.
 FULL = 0.9
-GIB = 2**30
 
 # Told of each check.
 type Told = Callable[[Check], None]
@@ -290,14 +289,13 @@ def _memory_check(table: MemoryTable, model: Model) -> Check:
     taken = _sizes(table)
     needed, (room, where) = sum(taken.values()), _room(model)
     largest = sorted(taken, key=taken.__getitem__, reverse=True)
-    told = f"{needed / GIB:.2f} GiB"
+    told = _bytes(needed)
     if room is None:
         told += ", and it is not known how much there is"
-    elif needed > room:
-        told += f" of {room / GIB:.2f} {where}, {(needed - room) / GIB:.2f} too much"
     else:
-        told += f" of {room / GIB:.2f} {where}"
-    parts = ", ".join(f"{name} {taken[name] / GIB:.2f}" for name in largest[:3])
+        told += f" of {_bytes(room)} {where}"
+        told += f", {_bytes(needed - room)} too much" if needed > room else ""
+    parts = ", ".join(f"{name} {_bytes(taken[name])}" for name in largest[:3])
     verdict: Verdict = "ok"
     if room is not None and needed > FULL * room:
         verdict = "fail" if needed > room else "warn"
@@ -319,6 +317,12 @@ def _with_room(table: MemoryTable, model: Model) -> MemoryTable:
     if room is not None and sum(_sizes(table).values()) > room:
         raise UnhealthyError("before the run: memory; no step was tried")
     return table
+
+
+def _bytes(size: float) -> str:
+    if size < 2**30:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _sizes(table: MemoryTable) -> dict[str, float]:
