@@ -200,7 +200,7 @@ def length_check(trainer: OnlineTrainer, environment: Environment) -> Check:
 def _long_demonstrations(
     environment: Environment, tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> tuple[int, int]:
-    """How many demonstrations are longer than a turn may be, and how many are known.
+    """Number of demonstrations that are longer than a turn may be, and of all.
 
     Demonstrations that call tools are left out.
     """

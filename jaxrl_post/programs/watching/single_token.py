@@ -51,8 +51,8 @@ class TokenGradient:
         token: id of the token.
         place: number of the token in its sequence, from 0.
         cosine: of the angle between both, in [-1, 1]; 0 if the run gives no gradient.
-        factor: what the run's gradient is of the direct one, along it.
-        expected: what the loss of a single token says that `factor` is.
+        factor: length of the run's gradient along the direct one, over its length.
+        expected: the same by the loss of a sequence of one token.
         exact: whether the parameters are float32.
 
     >>> TokenGradient(7, 3, 1.0, 1.0, 1.0, exact=True).right
@@ -227,10 +227,9 @@ def _difference(
     pieces: Sequence[TokenBatch],
     silent: Sequence[TokenBatch],
 ) -> Accumulator:
-    """What the advantages lower the loss by, with its gradient.
+    """The loss without advantages minus the loss with them, and its gradient.
 
-    The loss without advantages is taken off: KL, entropy, values and routers have
-    gradients too.
+    So the gradients of KL, entropy, values and routers cancel.
     """
     negated = jax.jit(
         lambda sums: jax.tree.map(jnp.negative, sums),
@@ -315,7 +314,7 @@ def _compared(
 
 
 def _factor(objective: ObjectiveFn, logprob: float, behavior: float) -> float:
-    """What the loss makes of an advantage of 1 at a sequence of one sampled token.
+    """Computes the weight of the log-prob in the loss of a single token.
 
     Args:
         objective: of the run.
@@ -323,8 +322,8 @@ def _factor(objective: ObjectiveFn, logprob: float, behavior: float) -> float:
         behavior: its log-prob in the sampler.
 
     Returns:
-        The derivative of the sum of the loss by the log-prob, without the advantage's
-        minus with it.
+        The derivative of the summed loss by the log-prob with the advantage 0, minus
+        the derivative with the advantage 1; 1 for most algorithms.
     """
 
     def pair(value: Any) -> Array:
