@@ -73,7 +73,7 @@ _METHODS = {
     "open": ("task",),
     "run": ("task", "base_url"),
 }
-_REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size")
+_REASONING_GYM_ARGUMENTS = ("seed", "train_size", "eval_size", "reward")
 
 
 def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
@@ -97,7 +97,7 @@ def make(spec: str, *, options: Mapping[str, Any] | None = None) -> Environment:
         openenv?url=ws://127.0.0.1:8001/ws&tasks=1000&action=message
         verifiers?python=/envs/verifiers/bin/python&config=env.json
         bfcl?category=multi_turn_base
-        reasoning-gym:chain_sum?max_terms=2&max_digits=1
+        reasoning-gym:chain_sum?max_terms=2&max_digits=1&reward=solved
         my_package.my_module:my_factory?temperature=0.5
 
     A mixture is a file: a JSON list of environments, each with a weight and a name for

@@ -174,31 +174,58 @@ class Updater:
         skips = self.config.rollout.truncated == "mask"
         return batching.is_trained(episode, skip_truncated=skips)
 
-    def _train(self, pieces: list[TokenBatch], number: int) -> dict[str, float]:
-        """Takes the optimizer steps of minibatches; metrics are means over them."""
+    def prepared(
+        self, groups: Sequence[Group], number: int
+    ) -> tuple[list[TokenBatch], list[TokenBatch]]:
+        """Makes the minibatches of groups as a step does, and trains on nothing.
+
+        Args:
+            groups: the collected groups.
+            number: of the step, from 1.
+
+        Returns:
+            The packed minibatches; and the same with the log-probs, values and
+            advantages that the updates read.
+
+        Raises:
+            ConfigError: the environment does not report rewards that are needed.
+        """
+        sequences, *_ = self.sequences(groups)
+        pieces, _ = self._minibatches(sequences, number)
+        return pieces, self._completed(pieces)[0]
+
+    def _completed(
+        self, pieces: list[TokenBatch]
+    ) -> tuple[list[TokenBatch], dict[str, float]]:
+        """Adds to minibatches what their updates read; with metrics of the credit."""
         update, metrics = self.config.update, dict[str, float]()
         # A divergence from a teacher has no ratio, so it needs no proximal log-probs.
         anchored = self.algorithm.divergence is None
         # One update without dropout computes them itself.
         several = update.minibatches * update.epochs > 1
         needs_proximal = anchored and (several or self.config.lora.dropout > 0)
+        # Credit may take a fresh token's log-prob from the sampler, but an older one
+        # comes from other parameters.
+        reads = self.algorithm.credit_reads_logprobs and any(
+            piece.stale is not None and piece.stale.any() for piece in pieces
+        )
+        pieces = [self._scored(piece, needs_proximal or reads) for piece in pieces]
+        if self.algorithm.credit is not None:
+            pieces, metrics = credited(self._credit, pieces)
+        if not needs_proximal:
+            # The one update computes them itself, always in the same program.
+            pieces = [piece.replace(proximal_logprobs=None) for piece in pieces]  # type: ignore[attr-defined]
+        return pieces, metrics
+
+    def _train(self, pieces: list[TokenBatch], number: int) -> dict[str, float]:
+        """Takes the optimizer steps of minibatches; metrics are means over them."""
+        update = self.config.update
         with self._phase("logprobs"):
-            # Credit may take a fresh token's log-prob from the sampler, but an older
-            # one comes from other parameters.
-            reads = self.algorithm.credit_reads_logprobs and any(
-                piece.stale is not None and piece.stale.any() for piece in pieces
-            )
-            pieces = [self._scored(piece, needs_proximal or reads) for piece in pieces]
-            if self.algorithm.credit is not None:
-                pieces, found = credited(self._credit, pieces)
-                metrics |= found
+            pieces, metrics = self._completed(pieces)
             self.diagnostics = {}
             evaluated = self.config.eval.due(number, self.config.steps)
             if evaluated and self.algorithm.divergence is None:
                 self.diagnostics = diagnostics(pieces)
-            if not needs_proximal:
-                # The one update computes them itself, always in the same program.
-                pieces = [piece.replace(proximal_logprobs=None) for piece in pieces]  # type: ignore[attr-defined]
         collected: list[dict[str, float]] = []
         with self._phase("train"):
             for epoch in range(update.epochs):

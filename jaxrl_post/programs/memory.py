@@ -7,7 +7,7 @@ import jax
 
 from jaxrl_post.learner.memory import MemoryTable
 
-__all__ = ["OutOfMemoryError", "memory_errors"]
+__all__ = ["REMEDIES", "OutOfMemoryError", "memory_errors"]
 
 # Options that lower each row of `learner.memory.layout_table`.
 REMEDIES = {

@@ -74,7 +74,7 @@ from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.sinks import warnings_shown
 from jaxrl_post.types import PyTree
 
-__all__ = ["run_offline"]
+__all__ = ["Job", "memory_table", "run_offline"]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,42 @@ class HeldOut:
         return self._scored
 
 
+def memory_table(job: Job, config: OfflineConfig, model: Model) -> MemoryTable:
+    """Tells the memory that a run takes on a device, given its abstract model.
+
+    Args:
+        job: of the run.
+        config: of the run.
+        model: with its adapter, if it has one.
+
+    Raises:
+        ConfigError: the reference cannot be opened.
+    """
+    learner, state, reference = _begun(job, config, model)
+    rows, longest = learner.microbatch_rows, job.sequences * config.max_tokens
+    row_tokens = packing.largest_row(
+        longest,
+        config.update.microbatch_tokens,
+        rows,
+        batch_tokens=config.examples_per_step * longest,
+    )
+    return layout_table(
+        model,
+        config.update,
+        rows=rows,
+        row_tokens=row_tokens,
+        optimizer=(state.opt_state, state.master),
+        reference=None if reference is None else reference.params,
+    )
+
+
 def run_offline(
     config: OfflineConfig,
     *,
     console: Console,
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
+    memory: Callable[[Job, Any, Model], MemoryTable] = memory_table,
 ) -> RunResult:
     """Trains on a data set, from the beginning or from a checkpoint.
 
@@ -148,6 +178,7 @@ def run_offline(
         command: the command line, for the report.
         should_stop: called after each step, also of a warm start; if it returns True,
             the run saves and ends.
+        memory: tells what takes memory, before anything is allocated; may raise.
 
     Raises:
         ConfigError, MeshError: before anything is compiled.
@@ -169,7 +200,7 @@ def run_offline(
     own = isinstance(config, PreferenceConfig) and ":" in config.loss.name
     check_metric(config, job.evaluated, own=own)
     try:
-        return _run(fetched, job, console, command, should_stop)
+        return _run(fetched, job, console, command, should_stop, memory)
     except WarmStartStoppedError:
         return RunResult(step=0, completed=False, model=None, report=None)
 
@@ -258,6 +289,7 @@ def _run(
     console: Console,
     command: str,
     should_stop: Callable[[], bool],
+    memory: Callable[[Job, Any, Model], MemoryTable],
 ) -> RunResult:
     def warm_start(config: OfflineConfig, model: Model) -> Model:
         return warm_started(
@@ -286,7 +318,7 @@ def _run(
         console=console,
         command=command,
         make_tokenizer=job.make_tokenizer or partial(tokenizer_of, job.examples.texts),
-        memory=partial(_memory, job),
+        memory=partial(memory, job),
         data=job.tasks or job.examples,
         head=job.head,
         complete=checked,
@@ -335,26 +367,6 @@ def _begun(
             sync=job.sync,
         )
     return learner, state, reference
-
-
-def _memory(job: Job, config: OfflineConfig, model: Model) -> MemoryTable:
-    """Tells the memory that a run takes on a device, given its abstract model."""
-    learner, state, reference = _begun(job, config, model)
-    rows, longest = learner.microbatch_rows, job.sequences * config.max_tokens
-    row_tokens = packing.largest_row(
-        longest,
-        config.update.microbatch_tokens,
-        rows,
-        batch_tokens=config.examples_per_step * longest,
-    )
-    return layout_table(
-        model,
-        config.update,
-        rows=rows,
-        row_tokens=row_tokens,
-        optimizer=(state.opt_state, state.master),
-        reference=None if reference is None else reference.params,
-    )
 
 
 def _trainer(

@@ -66,9 +66,53 @@ from jaxrl_post.sharding import processes, split_size
 if TYPE_CHECKING:
     from jaxrl_post.programs.apart.remote import Remote
 
-__all__ = ["run_rl"]
+__all__ = ["memory_table", "run_rl"]
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def memory_table(
+    algorithm: Algorithm, tasks: TaskSets, config: RLConfig, model: Model
+) -> MemoryTable:
+    """Tells the memory that a run takes on a device, given its abstract model.
+
+    Args:
+        algorithm: of the run.
+        tasks: of the run, for messages.
+        config: of the run, with `max_prompt_tokens`.
+        model: with its adapter, if it has one.
+
+    Raises:
+        ConfigError: a critic, a reference or a judge cannot be opened.
+    """
+    updater = make_updater(config, model, algorithm, tasks)
+    critic, reference, judge = updater.critic, updater.reference, None
+    if config.reward.model is not None and not config.reward.mesh:
+        _, judge = pretrained.load(
+            config.reward.model,
+            mesh=model.mesh,
+            rules=model.rules,
+            dtype=model.dtype,
+            weights=False,
+        )
+    layout = sampler_layouts(config, model)[0]
+    sampler = SamplerMemory()
+    if not config.remote_samplers:
+        versions = 1 + config.rollout.ahead if config.own_samplers else 1
+        sampler = sampler_memory(config.rollout, model, layout, versions=versions)
+    return layout_table(
+        model,
+        config.update,
+        rows=updater.learner.microbatch_rows,
+        row_tokens=longest_row(config, updater.learner.microbatch_rows),
+        optimizer=(updater.state.opt_state, updater.state.master),
+        reference=None if reference is None else reference.params,
+        critic=None
+        if critic is None
+        else (critic.state, critic.model.adaptation and critic.model.base),
+        judge=judge,
+        sampler=sampler,
+    )
 
 
 def run_rl(
@@ -78,6 +122,9 @@ def run_rl(
     command: str,
     should_stop: Callable[[], bool] = lambda: False,
     prepare: Callable[[OnlineTrainer], None] = lambda trainer: None,
+    memory: Callable[
+        [Algorithm, TaskSets, RLConfig, Model], MemoryTable
+    ] = memory_table,
 ) -> RunResult:
     """Trains a model on its own samples, in a new or a resumed run.
 
@@ -88,6 +135,7 @@ def run_rl(
         should_stop: called after each step, also of a warm start; True saves and ends
             the run.
         prepare: called with the trainer before its first step.
+        memory: tells what takes memory, before anything is allocated; may raise.
 
     Raises:
         ConfigError: options contradict each other or the model.
@@ -141,7 +189,7 @@ def run_rl(
             console=console,
             command=command,
             make_tokenizer=functools.partial(environment_tokenizer, tasks),
-            memory=functools.partial(_memory, algorithm, tasks),
+            memory=functools.partial(memory, algorithm, tasks),
             data=tasks,
             head="lm+value" if shared else "lm",
             complete=functools.partial(_measured, fitting, algorithm),
@@ -371,40 +419,6 @@ def _finished(run: Run[RLConfig], trainer: OnlineTrainer, step: int) -> RunResul
         found = trainer.updater.critic
         critic = dataclasses.replace(found.model, params=found.state.params)
     return finish(run, trainer.updater.state, step, critic=critic)
-
-
-def _memory(
-    algorithm: Algorithm, tasks: TaskSets, config: RLConfig, model: Model
-) -> MemoryTable:
-    """Tells the memory that a run takes on a device, given its abstract model."""
-    updater = make_updater(config, model, algorithm, tasks)
-    critic, reference, judge = updater.critic, updater.reference, None
-    if config.reward.model is not None and not config.reward.mesh:
-        _, judge = pretrained.load(
-            config.reward.model,
-            mesh=model.mesh,
-            rules=model.rules,
-            dtype=model.dtype,
-            weights=False,
-        )
-    layout = sampler_layouts(config, model)[0]
-    sampler = SamplerMemory()
-    if not config.remote_samplers:
-        versions = 1 + config.rollout.ahead if config.own_samplers else 1
-        sampler = sampler_memory(config.rollout, model, layout, versions=versions)
-    return layout_table(
-        model,
-        config.update,
-        rows=updater.learner.microbatch_rows,
-        row_tokens=longest_row(config, updater.learner.microbatch_rows),
-        optimizer=(updater.state.opt_state, updater.state.master),
-        reference=None if reference is None else reference.params,
-        critic=None
-        if critic is None
-        else (critic.state, critic.model.adaptation and critic.model.base),
-        judge=judge,
-        sampler=sampler,
-    )
 
 
 def _tell_gathers(run: Run[RLConfig], layout: SamplerLayout) -> None:

@@ -41,10 +41,14 @@ def test_a_command_without_a_fault_passes(model, tmp_path):
     for name in (
         "cores", "disk", "rewards of demonstrations", "a judgement", "a small step",
         "tokenizer and embeddings", "round trip of prompts", "sampler and trainer",
-        "tokens, masks and advantages of the batch",
+        "tokens, masks and advantages of the batch", "gradient of a single token",
+        "lengths",
     ):  # fmt: skip
         assert f"ok   {name}: " in out, name
-    assert "the tokens that are trained on in green" in out
+    assert "ok   memory: 0." in out
+    assert "a sample: context, {=between answers" in out
+    [shown] = [line for line in out.splitlines() if line.startswith("train ")][:1]
+    assert shown.count("{+") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -65,7 +69,10 @@ def test_programs_on_data_sets_take_a_step(base):
     ("trap", "names"),
     [
         ("log-prob-mismatch", {"a small step", "mismatch"}),
-        ("advantage-off-by-one", {"advantage-misplaced"}),
+        (
+            "advantage-off-by-one",
+            {"advantage-misplaced", "gradient of a single token"},
+        ),
     ],
 )
 def test_a_fault_of_the_step_fails(model, monkeypatch, trap, names):
@@ -75,14 +82,49 @@ def test_a_fault_of_the_step_fails(model, monkeypatch, trap, names):
 
     def planted(config, *, prepare, **options):
         def both(trainer):
-            prepare(trainer)
             TRAPS[trap].plant(trainer)
+            prepare(trainer)
 
         return run_rl(config, prepare=both, **options)
 
     monkeypatch.setattr(checkup, "run_rl", planted)
     _, failed = checked(rl(model, mismatch=mismatch))
     assert names <= set(failed)
+
+
+def test_memory_that_is_too_small_is_told_before_anything_is_allocated(
+    base, model, monkeypatch
+):
+    # A machine with 1 MiB, and one that the step fits and the run does not.
+    monkeypatch.setattr(checkup, "free_memory", lambda: 2**20)
+    for config in (base, rl(model)):
+        out, failed = checked(config)
+        assert failed == ["memory; no step was tried"]
+        assert "fail memory: " in out
+        assert " too much: " in out
+    monkeypatch.setattr(checkup, "free_memory", lambda: 100 * 2**20)
+    large = {"prompts_per_step": 4096, "samples_per_prompt": 32}
+    out, failed = checked(rl(model, rollout=large))
+    assert failed == ["memory"]
+    assert "For less of KV cache: fewer --rollout.num-slots" in out
+    assert "ok   a small step" in out
+
+
+def test_lengths_beyond_the_limits_warn(model):
+    out, failed = checked(rl(model, rollout={"max_tokens": 1}))
+    assert failed == []
+    assert "warn lengths: " in out
+    assert "demonstrations are longer" in out
+
+
+def test_a_conversation_with_tools_is_shown_where_the_model_calls_none(model):
+    out, failed = checked(
+        rl("tiny", env="lookup", rollout={"max_prompt_tokens": 200, "max_turns": 3})
+    )
+    assert failed == []
+    *_, shown = out.partition("as if the model had said the assistant's turns")
+    assert shown.count("{+<tool_call>") >= 1
+    assert shown.count("{=<tool_response>") >= 1
 
 
 def test_a_grader_that_raises_fails(model, broken):

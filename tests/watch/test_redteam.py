@@ -1,12 +1,17 @@
 """Attacks on rewards: three graders with a known weakness, and the built-in ones."""
 
+import functools
 import json
+import re
 
 import pytest
 
 from jaxrl_post.envs import Answer, Message, Step, ToolCall, make
+from jaxrl_post.envs.judges import ChatEndpoint, Judge
+from jaxrl_post.envs.rubric import Criterion, Rubric
 from jaxrl_post.watch import ATTACKS, Attack, EpisodeReward, Known, earned, known_tasks
 from launch import redteam
+from tests.envs.judges.judge_server import serving
 from tests.watch.sums import Sums
 
 
@@ -58,6 +63,97 @@ def test_each_weakness_is_found(weakness, kinds):
 @pytest.mark.parametrize("spec", ["arithmetic?level=2", "arithmetic", "pictures"])
 def test_environments_of_the_package_earn_nothing_for_attacks(spec):
     assert weak_kinds(make(spec)) == set()
+
+
+JUDGED = [
+    {"prompt": f"How many legs have {n} cats?", "answer": str(4 * n)} for n in range(9)
+]
+
+
+def grade(obeys: bool, body: dict) -> str:
+    """The verdict of a judge that compares answers, or that does as it is told."""
+    asked = body["messages"][-1]["content"]
+    [answer] = re.findall(r"<answer>\n(.*?)\n</answer>", asked, re.DOTALL)
+    [right] = re.findall(r"<reference>\n(.*?)\n</reference>", asked, re.DOTALL)
+    fooled = obeys and ("highest" in answer or "maximum" in answer)
+    return json.dumps({"grade": 10 if fooled or answer == right else 1})
+
+
+@pytest.mark.parametrize(("obeys", "kinds"), [(False, set()), (True, {"injection"})])
+def test_a_judge_that_obeys_an_answer_is_weak(obeys, kinds, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in JUDGED))
+    with serving(functools.partial(grade, obeys)) as server:
+        environment = make(
+            f"judged?path={path}&eval_path={path}&url={server.url}&model={obeys}"
+        )
+        tried = ("empty", "constant", "echo", "other answer", "hedge", "injection")
+        assert weak_kinds(environment, 3, tried) == kinds
+
+
+@pytest.mark.parametrize(("obeys", "kinds"), [(False, set()), (True, {"injection"})])
+def test_a_rubric_is_as_weak_as_its_judge(obeys, kinds):
+    def say(body: dict) -> str:
+        answer = body["messages"][-1]["content"].rpartition("<answer>")[2]
+        fooled = obeys and "highest" in answer
+        return json.dumps({"grade": 10 if fooled else 1})
+
+    with serving(say) as server:
+        judge = Judge(ChatEndpoint(server.url, f"rubric {obeys}"))
+        rubric = Rubric(Sums(), {"style": Criterion(judge, weight=2.0)})
+        assert weak_kinds(rubric, 3, ("empty", "echo", "injection")) == kinds
+
+
+def test_thoughts_and_lenient_scorers_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym", reason="needs the extra 'envs'")
+    sizes = "train_size=20&eval_size=6"
+    # A whole score for other tasks' numbers, for nan, for any text, for first digits.
+    for name in ("puzzle24", "complex_arithmetic", "game_of_life_halting"):
+        kinds = ("empty", "echo", "other answer", "huge number", "thoughts alone")
+        assert weak_kinds(make(f"reasoning-gym:{name}?{sizes}"), 6, kinds) == set()
+    lenient = make(f"reasoning-gym:caesar_cipher?{sizes}")
+    assert weak_kinds(lenient) == {"hedge"}
+    assert (
+        weak_kinds(make(f"reasoning-gym:caesar_cipher?{sizes}&reward=solved")) == set()
+    )
+
+
+def as_json(number: int) -> dict:
+    properties = {"n": {"const": number}}
+    return {"type": "object", "required": ["n"], "properties": properties}
+
+
+@pytest.mark.parametrize("grader", ["exact", "schema"])
+def test_graders_of_rows(grader, tmp_path):
+    if grader == "schema":
+        pytest.importorskip("jsonschema", reason="needs the extra 'schema'")
+    rows = [
+        {
+            "prompt": f"Write {n}.",
+            "answer": as_json(n) if grader == "schema" else str(n),
+            "solution": json.dumps({"n": n}) if grader == "schema" else str(n),
+        }
+        for n in range(20, 40)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = f"jsonl?grader={grader}&path={path}&eval_path={path}"
+    assert weak_kinds(make(spec)) == set()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("spec", ["calculate", "world", "text2sql?level=2"])
+def test_environments_that_keep_state_earn_nothing_for_attacks(spec, capsys):
+    assert redteam.main([f"--env={spec}", "--num-tasks=2"]) == 0, capsys.readouterr()
+
+
+@pytest.mark.processes
+def test_agents_get_the_answers_from_a_server(capsys):
+    """A constant move wins some games by luck, and silence wins none."""
+    command = ["--env=nim", "--num-tasks=8", "--kinds", "empty", "thoughts alone"]
+    assert redteam.main(command) == 0, capsys.readouterr()
+    assert redteam.main(["--env=nim", "--num-tasks=8", "--kinds", "constant"]) == 1
+    assert "fail" not in capsys.readouterr().out
 
 
 def test_programs_that_end_early_or_compare_as_equal_are_not_right():
@@ -122,7 +218,7 @@ def test_the_program_names_the_worst_attack(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--env=nim"], "an environment of agents"),
+        (["--env=nim", "--judges=ray"], "on this machine alone"),
         (["--env=sums-of"], "no environment 'sums-of'"),
         (["--env=arithmetic", "--kinds", "none"], "there is no kind 'none'"),
         (["--env=arithmetic", "--tolerance=1"], "tolerance"),

@@ -11,6 +11,7 @@ from random import Random
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, player_url
 from jaxrl_post.envs.json_server import JsonServer
 from jaxrl_post.envs.servers import ServerError, UnreachableError
+from jaxrl_post.envs.tasks.blocks import after_thoughts
 from jaxrl_post.envs.tasks.ranges import require_integer, require_share
 
 __all__ = ["Nim"]
@@ -31,9 +32,9 @@ class Nim:
     """Take 1 to 3 of the stones that are left; the player of the last one wins.
 
     In training both players are the policy: `player_url` of "first" and "second". The
-    winner's reward is 1 and the loser's -1. A move is the last number in an answer; one
-    that is no number from 1 to 3, or greater than what is left, loses at once. A player
-    who has not moved yet when the other one loses gets nothing.
+    winner's reward is 1 and the loser's -1. A move is the last number in an answer,
+    after its thoughts; one that is no number from 1 to 3, or greater than what is left,
+    loses at once. A player who has not moved yet when the other one loses gets nothing.
 
     In the held-out games the policy plays against a scripted opponent, which begins
     every other one, except games that it would win at once. The reward is 1 for a
@@ -168,7 +169,7 @@ class Nim:
         >>> Nim().move("I leave 4 and take 2.", 6), Nim().move("3", 2)
         (2, None)
         """
-        numbers = re.findall(r"[0-9]+", said)
+        numbers = re.findall(r"[0-9]+", after_thoughts(said))
         legal = [str(n) for n in range(1, min(MOST_TAKEN, stones) + 1)]
         return int(numbers[-1]) if numbers and numbers[-1] in legal else None
 

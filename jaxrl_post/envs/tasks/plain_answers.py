@@ -1,5 +1,8 @@
 """Answers that reasoning-gym's scorers evaluate, held to plain data and formulas.
 
+Some scorers also give all of the reward for what is no answer: `nan`, another puzzle's
+numbers, any text. Such an answer is not shown to them either.
+
 Some of the library's scorers run `eval` or sympy's `parse_expr`, which is `eval` too,
 on the text that they score. What a model wrote must never be executed. So such a scorer
 is shown an answer only if it is one of the problem's own right answers, or if its
@@ -13,7 +16,7 @@ import ast
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -36,6 +39,11 @@ _FORMULAS = {
 # Tasks whose scorers make an exact fraction of a number, so that "1e999999999" takes
 # all memory or time there is, in one step that nothing interrupts.
 _FRACTIONS = {"coin_flip"}
+# A task whose scorer takes the distance to nan for none.
+_FINITE = {"complex_arithmetic"}
+# A task whose scorer takes each text for the same truth value.
+_WORDS = {"game_of_life_halting"}
+_NO_NUMBER = re.compile(r"nan|inf", re.IGNORECASE)
 _HUGE = re.compile(r"[eE][+-]?[0-9_]{4}")
 
 # Names of functions that answers may call, by task. A call of another is refused, also
@@ -66,16 +74,22 @@ def harmless(answer: str, task: str, entry: Mapping[str, Any]) -> str | None:
     Returns:
         The answer itself if the task's scorer does not evaluate it, or if it is one of
         the problem's right answers; text of the same value if it is plain data or a
-        plain formula of moderate size; None if it is anything else.
+        plain formula of moderate size; None if it is anything else, or if the scorer
+        would take for an answer what is none.
 
-    >>> entry = {"answer": "4*(5 + 1)*1", "metadata": {}}
-    >>> harmless("(5+1)*4", "puzzle24", entry)
-    '(5 + 1) * 4'
+    >>> entry = {"answer": "4*(5 + 1)*1", "metadata": {"numbers": [4, 5, 1, 1]}}
+    >>> harmless("(5+1)*4*1", "puzzle24", entry)
+    '(5 + 1) * 4 * 1'
     >>> harmless("9**9**9", "puzzle24", entry)
     >>> harmless("__import__('os').system('id')", "puzzle24", entry)
     """
-    if task in _FRACTIONS and _HUGE.search(answer):
+    if task in _FRACTIONS and (_HUGE.search(answer) or _begins(answer, entry)):
         return None
+    if task in _FINITE and _NO_NUMBER.search(answer):
+        return None
+    if task in _WORDS:
+        right = str(entry["answer"])
+        return right if answer.strip().lower() == right.lower() else None
     if task not in _DATA and task not in _FORMULAS:
         return answer
     if answer in _right_answers(entry):
@@ -90,7 +104,30 @@ def harmless(answer: str, task: str, entry: Mapping[str, Any]) -> str | None:
         return ast.unparse(tree) if _is_data(tree) else None
     names = _FORMULAS[task] | _names(entry)
     limits = _Limits.of(right, names, _FUNCTIONS.get(task, set()))
+    if task == "puzzle24" and not _uses(tree, entry["metadata"]["numbers"]):
+        return None
     return ast.unparse(tree) if limits.hold(tree) else None
+
+
+def _uses(tree: ast.expr, numbers: Sequence[int]) -> bool:
+    """Whether a formula has the numbers of the puzzle, each once, and no others."""
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return sorted(map(str, found)) == sorted(map(str, numbers))
+
+
+def _begins(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Whether an answer is only the first digits of the right number.
+
+    The scorer gives all of the reward for these, such as 0 where 0.3125 is right.
+    """
+    right = str(entry["answer"]).replace(",", "")
+    try:
+        value = float(Fraction(answer.replace(",", "")))
+        apart = abs(value - float(Fraction(right)))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return False
+    # Within the scorer's own tolerance it is right.
+    return apart > 1e-4 and f"{float(Fraction(right)):.10g}".startswith(f"{value:.10g}")
 
 
 def _right_answers(entry: Mapping[str, Any]) -> list[str]:

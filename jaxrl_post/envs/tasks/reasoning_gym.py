@@ -15,10 +15,11 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_post.envs.env import Message, Split, Step, Task, TaskSequence, response
 from jaxrl_post.envs.processor_time import processor_time
+from jaxrl_post.envs.tasks.blocks import after_thoughts
 from jaxrl_post.envs.tasks.held_out import split_of
 from jaxrl_post.envs.tasks.plain_answers import harmless
 from jaxrl_post.extras import install
@@ -50,10 +51,11 @@ _SCORING_S = 4.0
 class ReasoningGym:
     """Any task of reasoning-gym, with the library's own `score_answer`.
 
-    The scorer sees the response stripped of white space; most scorers give partial
-    credit. If the scorer raises on a response that it cannot parse (three of the
-    library's scorers did on text that is no number, or JSON of another shape), the
-    reward is 0 and the metric `scorer_raised` is 1.
+    The scorer sees the response after its thoughts, stripped of white space. Most
+    scorers give partial credit, also for a text that has the answer among others; with
+    `reward="solved"` only a score of 1 has a reward. If the scorer raises on a response
+    that it cannot parse (three of the library's scorers did on text that is no number,
+    or JSON of another shape), the reward is 0 and the metric `scorer_raised` is 1.
 
     Nothing that a model wrote is executed. Where a scorer evaluates the response, only
     plain data or a plain formula is shown to it (`plain_answers.harmless`), and
@@ -78,6 +80,8 @@ class ReasoningGym:
         seed: in [0, 2**30 - max(train_size, eval_size)].
         train_size: number of training tasks, at least 1.
         eval_size: maximum number of evaluation tasks, at least 1.
+        reward: "score" for the library's score, or "solved" for 1 where that is 1 and 0
+            elsewhere.
 
     Raises:
         ModuleNotFoundError: if the extra `envs` is not installed.
@@ -94,8 +98,11 @@ class ReasoningGym:
     seed: int = 0
     train_size: int = 10_000
     eval_size: int = 200
+    reward: Literal["score", "solved"] = "score"
 
     def __post_init__(self) -> None:
+        if self.reward not in ("score", "solved"):
+            raise ValueError(f"reward must be 'score' or 'solved', got {self.reward!r}")
         for argument in ("train_size", "eval_size"):
             value = getattr(self, argument)
             if not isinstance(value, int) or not 1 <= value < _EVAL_OFFSET:
@@ -152,7 +159,7 @@ class ReasoningGym:
         )
 
     def step(self, task: Task, conversation: tuple[Message, ...]) -> Step:
-        """Rewards the response with the library's score, usually in [0, 1].
+        """Rewards the response by the library's score, usually in [0, 1].
 
         Args:
             task: a task of this environment.
@@ -164,7 +171,7 @@ class ReasoningGym:
         Raises:
             TimeoutError: the scorer took too much processor time.
         """
-        answer = response(conversation).strip()
+        answer = after_thoughts(response(conversation)).strip()
         # Scorers read the configuration, never the seed: both splits score alike.
         dataset = self._dataset("eval")
         entry = task.data["entry"]
@@ -183,7 +190,8 @@ class ReasoningGym:
             except Exception:
                 score, raised = 0.0, 1.0
         metrics = {"score": score, "scorer_raised": raised}
-        return Step(reward=score, done=True, metrics=metrics)
+        reward = score if self.reward == "score" else float(score >= 1.0)
+        return Step(reward=reward, done=True, metrics=metrics)
 
     def demonstration(self, task: Task) -> str | None:
         """The library's answer; None for a task with many right answers."""

@@ -1,43 +1,62 @@
 """Checks the command of a run before it: one small step, and what it shows."""
 
+import contextlib
 import dataclasses
-import itertools
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
+import jax
 from rich.console import Console
 from rich.text import Text
 
+from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.evaluate import RedteamConfig
 from jaxrl_post.config.offline import OfflineConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, RunConfig, WatchConfig
-from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.data import packing
 from jaxrl_post.envs import AgentEnvironment, Environment
 from jaxrl_post.examples.environment import make_environment
-from jaxrl_post.learner.learner import UpdateError
+from jaxrl_post.examples.tasks import TaskSets
+from jaxrl_post.learner.learner import Update, UpdateError
+from jaxrl_post.learner.memory import MemoryTable
+from jaxrl_post.learner.model import Model
 from jaxrl_post.pretrained.presets import PRESETS
+from jaxrl_post.programs import offline
 from jaxrl_post.programs.build.collector import open_judges
-from jaxrl_post.programs.offline import run_offline
-from jaxrl_post.programs.online import run_rl
+from jaxrl_post.programs.memory import REMEDIES
+from jaxrl_post.programs.offline import Job, run_offline
+from jaxrl_post.programs.online import memory_table, run_rl
 from jaxrl_post.programs.rl import OnlineTrainer
+from jaxrl_post.programs.watching.check import Check, Verdict
 from jaxrl_post.programs.watching.doctor import UnhealthyError
+from jaxrl_post.programs.watching.guard import open_watch
+from jaxrl_post.programs.watching.host import free_memory
+from jaxrl_post.programs.watching.masks import (
+    answers_of,
+    rendered_conversation,
+    shown_masks,
+)
 from jaxrl_post.programs.watching.redteam import judged
+from jaxrl_post.programs.watching.sampled import (
+    gradient_check,
+    length_check,
+    sample_checks,
+)
+from jaxrl_post.programs.watching.single_token import TokenGradient, single_token
 from jaxrl_post.records import notation
 from jaxrl_post.records.alarms import read_alarms
-from jaxrl_post.records.directory import RunDirectory, read_rows
-from jaxrl_post.rollout.episode import Episode
+from jaxrl_post.records.directory import RunDirectory
+from jaxrl_post.rollout.episode import Group
 from jaxrl_post.watch import ATTACKS, earned, known_tasks
 
-__all__ = ["Check", "run_checkup"]
+__all__ = ["run_checkup"]
 
 # The small step: prompts, samples of each, tasks of the evaluation.
 PROMPTS, SAMPLES, TASKS = 4, 4, 4
@@ -45,25 +64,15 @@ PROMPTS, SAMPLES, TASKS = 4, 4, 4
 JUDGED, ATTACKED = 8, ("empty", "constant", "echo")
 # Seconds of a judgement above which the check warns.
 SLOW_S = 2.0
+# Share of the memory above which the check warns: activations are an estimate.
+FULL = 0.9
 
-type Verdict = Literal["ok", "warn", "fail"]
+# Told of each check.
+type Told = Callable[[Check], None]
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check and its result.
-
-    Attributes:
-        name: of the check.
-        verdict: "ok"; "warn" for what may be meant; "fail" for a fault.
-        told: what was found.
-        remedy: what to do; "" for nothing.
-    """
-
-    name: str
-    verdict: Verdict
-    told: str
-    remedy: str = ""
+class _TakenError(Exception):
+    """Ends the small run after its step: nothing is evaluated or saved."""
 
 
 def run_checkup(config: RunConfig, *, console: Console, command: str = "") -> None:
@@ -95,47 +104,135 @@ def run_checkup(config: RunConfig, *, console: Console, command: str = "") -> No
 
     for found in _machine(config):
         tell(found)
+    environment = None
     if isinstance(config, RLConfig):
         environment = make_environment(config.env, config.data, config.tools)
         for found in _rewards(config, environment):
             tell(found)
     with tempfile.TemporaryDirectory() as folder:
-        small = _small(config, Path(folder) / "run")
-        trainers = list[OnlineTrainer]()
-        quiet = Console(quiet=True)
-        begin, error = time.perf_counter(), None
-        try:
-            if isinstance(small, RLConfig):
-                run_rl(small, console=quiet, command="", prepare=trainers.append)
-            elif isinstance(small, OfflineConfig):
-                run_offline(small, console=quiet, command="")
-        except UpdateError as refused:
-            error = refused
-        seconds = time.perf_counter() - begin
-        directory = RunDirectory(Path(folder) / "run")
-        rows = [*read_rows(directory.metrics)] if directory.metrics.exists() else []
-        metrics = dict(rows[-1]["metrics"]) if rows else {}
-        metrics |= {} if error is None else error.metrics
-        told = f"opened, sampled, trained and saved in {notation.duration(seconds)}"
-        if error is not None:
-            tell(Check("a small step", "fail", str(error)))
-        else:
-            tell(Check("a small step", "ok", told))
-        for alarm in read_alarms(directory):
-            evidence = f"{alarm['means']} {alarm['evidence']}"
-            tell(Check(alarm["rule"], "fail", evidence, alarm["look"]))
-    for trainer in trainers:
-        # A preset writes noise until its warm start, which the small step leaves out.
-        noise = bool(config.warm_start.steps) and config.model in PRESETS
-        for found in _sampled(trainer, metrics, noise=noise):
-            tell(found)
-        _show(trainer, console)
+        place = Path(folder) / "run"
+        if isinstance(config, RLConfig) and environment is not None:
+            _sample(config, _small(config, place), environment, tell, console)
+        elif isinstance(config, OfflineConfig):
+            _train(_small(config, place), tell)
     failed = [each.name for each in checks if each.verdict == "fail"]
     warned = sum(each.verdict == "warn" for each in checks)
     passed = len(checks) - len(failed) - warned
     console.print(f"{passed} checks passed, {warned} warn, {len(failed)} failed")
     if failed:
         raise UnhealthyError(f"before the run: {', '.join(failed)}")
+
+
+def _train(small: OfflineConfig, tell: Told) -> None:
+    """Takes the small step on a data set."""
+    begin, error = time.perf_counter(), None
+
+    def memory(job: Job, taken: OfflineConfig, model: Model) -> MemoryTable:
+        table = offline.memory_table(job, taken, model)
+        tell(_memory_check(table, model))
+        return _with_room(table, model)
+
+    try:
+        run_offline(small, console=Console(quiet=True), command="", memory=memory)
+    except UpdateError as refused:
+        error = refused
+    tell(_step_check("opened, trained and saved", begin, error))
+    for alarm in read_alarms(RunDirectory(Path(str(small.run_dir)))):
+        evidence = f"{alarm['means']} {alarm['evidence']}"
+        tell(Check(alarm["rule"], "fail", evidence, alarm["look"]))
+
+
+def _sample(
+    config: RLConfig,
+    small: RLConfig,
+    environment: Environment,
+    tell: Told,
+    console: Console,
+) -> None:
+    """Takes the small step on samples, and checks them.
+
+    Args:
+        config: of the run.
+        small: of the step.
+        environment: of the run.
+        tell: told of each check.
+        console: for the sample that is shown.
+    """
+    begin = time.perf_counter()
+
+    def looked(trainer: OnlineTrainer) -> None:
+        gradients = list[TokenGradient | str]()
+        watched: Any = trainer
+        update = trainer.update
+
+        def compared(batch: Any, number: int) -> Update:
+            groups = [each for each in batch if isinstance(each, Group)]
+            # Also where the step is refused.
+            trainer.groups = groups
+            if groups:
+                gradients.append(single_token(trainer.updater, groups))
+            return update(batch, number)
+
+        watched.update = compared
+        error, metrics = None, dict[str, float]()
+        try:
+            metrics, _ = trainer.step(1)
+        except UpdateError as refused:
+            error, metrics = refused, refused.metrics
+        tell(_step_check("opened, sampled and trained", begin, error))
+        for alarm in open_watch(small).look(1, metrics):
+            evidence = f"{alarm.rule.means} {alarm.evidence}"
+            tell(Check(alarm.rule.name, "fail", evidence, alarm.rule.look))
+        for found in gradients:
+            tell(gradient_check(found))
+        # A preset writes noise until its warm start, which the small step leaves out.
+        noise = bool(config.warm_start.steps) and config.model in PRESETS
+        for found in sample_checks(trainer, metrics, noise=noise):
+            tell(found)
+        tell(length_check(trainer, environment))
+        _show(trainer, console)
+        raise _TakenError
+
+    def memory(
+        algorithm: Algorithm, tasks: TaskSets, taken: RLConfig, model: Model
+    ) -> MemoryTable:
+        sizes = {name: getattr(config.rollout, name) for name in _smaller(config)}
+        whole = dataclasses.replace(
+            taken, rollout=dataclasses.replace(taken.rollout, **sizes)
+        )
+        tell(_memory_check(memory_table(algorithm, tasks, whole, model), model))
+        return _with_room(memory_table(algorithm, tasks, taken, model), model)
+
+    quiet = Console(quiet=True)
+    with contextlib.suppress(_TakenError):
+        run_rl(small, console=quiet, command="", prepare=looked, memory=memory)
+
+
+def _show(trainer: OnlineTrainer, console: Console) -> None:
+    """Prints the sample with the most answers, and a conversation if it has only one.
+
+    A model that is not trained yet seldom calls tools.
+    """
+    updater, found = trainer.updater, list[tuple[str, packing.Sequence]]()
+    tokenizer = updater.model.tokenizer
+    if trainer.groups:
+        made, *_ = updater.sequences(trainer.groups)
+        found += [("a sample", max(made, key=answers_of))] if made else []
+    if all(answers_of(each) < 2 for _, each in found):
+        rendered = rendered_conversation(trainer.experience.environment, tokenizer)
+        name = "a conversation, as if the model had said the assistant's turns"
+        found += [] if rendered is None else [(name, rendered)]
+    colour = console.color_system is not None
+    for name, sequence in found:
+        text = shown_masks(name, sequence, tokenizer, colour=colour)
+        console.print(text, highlight=False)
+
+
+def _step_check(told: str, begin: float, error: UpdateError | None) -> Check:
+    if error is not None:
+        return Check("a small step", "fail", str(error))
+    seconds = time.perf_counter() - begin
+    return Check("a small step", "ok", f"{told} in {notation.duration(seconds)}")
 
 
 def _small[Config: RunConfig](config: Config, place: Path) -> Config:
@@ -160,20 +257,92 @@ def _small[Config: RunConfig](config: Config, place: Path) -> Config:
         ),
     }
     if isinstance(config, RLConfig):
-        rollout = config.rollout
         changes |= {
-            "rollout": dataclasses.replace(
-                rollout,
-                prompts_per_step=min(PROMPTS, rollout.prompts_per_step),
-                samples_per_prompt=min(SAMPLES, rollout.samples_per_prompt),
-                dynamic_sampling=False,
-                partial=0,
-                ahead=0,
-            ),
+            "rollout": dataclasses.replace(config.rollout, **_smaller(config)),
+            # A deep model compiles sooner.
+            "update": dataclasses.replace(config.update, scan_layers=True),
             "samplers": 0,
             "log_rollouts": None,
         }
     return dataclasses.replace(config, **changes)
+
+
+def _smaller(config: RLConfig) -> dict[str, Any]:
+    """The options of `rollout` that the small step has others of."""
+    rollout = config.rollout
+    return {
+        "prompts_per_step": min(PROMPTS, rollout.prompts_per_step),
+        "samples_per_prompt": min(SAMPLES, rollout.samples_per_prompt),
+        "dynamic_sampling": False,
+        "partial": 0,
+        "ahead": 0,
+    }
+
+
+def _memory_check(table: MemoryTable, model: Model) -> Check:
+    """Whether what takes memory on a device fits there.
+
+    Args:
+        table: of `learner.memory`.
+        model: is on the devices, perhaps abstract.
+    """
+    taken = _sizes(table)
+    needed, (room, where) = sum(taken.values()), _room(model)
+    largest = sorted(taken, key=taken.__getitem__, reverse=True)
+    told = _bytes(needed)
+    if room is None:
+        told += ", and it is not known how much there is"
+    else:
+        told += f" of {_bytes(room)} {where}"
+        told += f", {_bytes(needed - room)} too much" if needed > room else ""
+    parts = ", ".join(f"{name} {_bytes(taken[name])}" for name in largest[:3])
+    verdict: Verdict = "ok"
+    if room is not None and needed > FULL * room:
+        verdict = "fail" if needed > room else "warn"
+    return Check(
+        "memory",
+        verdict,
+        f"{told}: {parts}",
+        f"For less of {largest[0]}: {REMEDIES[largest[0]]}." if largest else "",
+    )
+
+
+def _with_room(table: MemoryTable, model: Model) -> MemoryTable:
+    """The table of the small step.
+
+    Raises:
+        UnhealthyError: not even that fits.
+    """
+    room, _ = _room(model)
+    if room is not None and sum(_sizes(table).values()) > room:
+        raise UnhealthyError("before the run: memory; no step was tried")
+    return table
+
+
+def _bytes(size: float) -> str:
+    if size < 2**30:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _sizes(table: MemoryTable) -> dict[str, float]:
+    """Bytes of a device, by what takes them."""
+    return {
+        name: float(size.replace(",", "")) * 2**20
+        for name, _, size in table
+        if name in REMEDIES
+    }
+
+
+def _room(model: Model) -> tuple[float | None, str]:
+    """Bytes that a device has, None if that is not known; and in words, where."""
+    own = [each for each in model.mesh.devices.flat if each in jax.local_devices()]
+    limit = (own[0].memory_stats() or {}).get("bytes_limit") if own else None
+    if limit is not None:
+        return float(limit), f"of a {own[0].device_kind}"
+    # The devices of a CPU share the memory of the machine.
+    free = free_memory()
+    return None if free is None else free / max(len(own), 1), "free for each device"
 
 
 def _machine(config: RunConfig) -> Iterator[Check]:
@@ -261,125 +430,3 @@ def _rewards(config: RLConfig, environment: Environment) -> Iterator[Check]:
         f"takes {notation.duration(slow)}, with {options.reward_workers} at a time",
         "More --rollout.reward-workers; --rollout.ahead hides the wait.",
     )
-
-
-def _sampled(
-    trainer: OnlineTrainer, metrics: dict[str, Any], *, noise: bool
-) -> Iterator[Check]:
-    """Checks of the samples of the small step.
-
-    Args:
-        trainer: that took it.
-        metrics: of the step.
-        noise: whether a random model gave the answers, which therefore say nothing.
-    """
-    tokenizer = trainer.updater.model.tokenizer
-    size = trainer.updater.model.config.vocab_size
-    highest = max(
-        (int(e.tokens.ids.max(initial=0)) for e in _episodes(trainer)), default=0
-    )
-    known = tokenizer.vocab_size
-    yield Check(
-        "tokenizer and embeddings",
-        "ok" if max(known - 1, highest) < size and tokenizer.stop_ids else "fail",
-        f"{known:,} tokens, {size:,} embeddings; answers end with "
-        f"{', '.join(map(repr, tokenizer.stop_tokens))}",
-        "The tokenizer is of another model, or has no token that ends an answer.",
-    )
-    yield _round_trips(trainer, tokenizer)
-    yield _stops(trainer, tokenizer, metrics, noise=noise)
-    factor = metrics.get("mismatch/token_mult_prob_error")
-    if factor is not None:
-        bound = trainer.config.mismatch.warn
-        yield Check(
-            "sampler and trainer",
-            "ok" if factor <= bound else "fail",
-            f"differ by a factor of {factor:.6g} in a token's probability",
-            "--dtype float32, --kernels xla and --exact tell the part that differs.",
-        )
-    audits = {k: v for k, v in metrics.items() if k.startswith("audit/")}
-    wrong = [f"{name} {value:.3g}" for name, value in audits.items() if value]
-    if audits:
-        yield Check(
-            "tokens, masks and advantages of the batch",
-            "fail" if wrong else "ok",
-            ", ".join(wrong) or "equal the samples, token by token",
-        )
-    reference = trainer.updater.reference
-    if reference is not None:
-        changed = reference.follow(trainer.updater.state, 1)["reference/changed"]
-        yield Check(
-            "reference",
-            "fail" if changed else "ok",
-            "changed with the policy" if changed else "stays as it is in an update",
-        )
-    spread = metrics.get("rollout/groups_with_spread")
-    if spread is not None and not noise:
-        yield Check(
-            "groups with spread",
-            "ok" if spread else "warn",
-            f"{spread:.0%} of the groups have rewards that differ",
-            "The model always or never solves these tasks, or starts at random: see a "
-            "warm start, other tasks, or the grader.",
-        )
-
-
-def _episodes(trainer: OnlineTrainer) -> list[Episode]:
-    return [episode for group in trainer.groups for episode in group.episodes]
-
-
-def _round_trips(trainer: OnlineTrainer, tokenizer: Tokenizer) -> Check:
-    """Whether prompts are the same tokens again when their text is tokenised."""
-    prompts = [
-        each.turns[0].context.ids.tolist() for each in _episodes(trainer) if each.turns
-    ]
-    prompts = [ids for ids in prompts if ids and min(ids) >= 0]
-    texts = [tokenizer.decoded(ids, special=True) for ids in prompts]
-    same = [
-        list(tokenizer.encode(text, special=True)) == ids
-        for text, ids in zip(texts, prompts, strict=True)
-    ]
-    return Check(
-        "round trip of prompts",
-        "ok" if all(same) else "warn",
-        f"{sum(same)} of {len(same)} have the same tokens again as text",
-        "The tokenizer splits a rendered prompt otherwise than its parts: special "
-        "tokens in the tasks, or a tokenizer of another version.",
-    )
-
-
-def _stops(
-    trainer: OnlineTrainer,
-    tokenizer: Tokenizer,
-    metrics: dict[str, Any],
-    *,
-    noise: bool,
-) -> Check:
-    """Whether answers that stopped end with a stop token, and how many did."""
-    turns = [turn for each in _episodes(trainer) for turn in each.turns]
-    ended = [turn for turn in turns if turn.finish_reason == "stop"]
-    wrong = [t for t in ended if int(t.sampled.ids[-1]) not in tokenizer.stop_ids]
-    cut = metrics.get("rollout/truncated_fraction", 0.0)
-    return Check(
-        "stop tokens",
-        "fail" if wrong else "warn" if cut >= 0.5 and not noise else "ok",
-        f"{len(ended)} of {len(turns)} answers ended by themselves"
-        + (", before the warm start" if noise else "")
-        + (f", {len(wrong)} without a stop token" if wrong else ""),
-        "Half of the answers and more were cut: raise --rollout.max-tokens, or see "
-        "whether the chat template is the model's own.",
-    )
-
-
-def _show(trainer: OnlineTrainer, console: Console) -> None:
-    """Prints a sample, its trained tokens in green and each token that ends a turn."""
-    for episode in _episodes(trainer)[:1]:
-        read: Callable[..., str] = trainer.updater.model.tokenizer.decoded
-        text = Text("a sample, the tokens that are trained on in green:\n")
-        tokens = episode.tokens
-        mask, ids = tokens.sampled, tokens.ids
-        borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-        for first, last in itertools.pairwise(borders):
-            part = read(ids[first:last].tolist(), special=True)
-            text.append(part, style="green" if mask[first] else "dim")
-        console.print(text, highlight=False)

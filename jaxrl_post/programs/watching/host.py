@@ -1,11 +1,12 @@
 """Measures the machine of a run: memory and disk."""
 
+import contextlib
 import os
 from pathlib import Path
 
 from jaxrl_post.files import free_bytes
 
-__all__ = ["host_metrics"]
+__all__ = ["free_memory", "host_metrics"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -38,11 +39,28 @@ def host_metrics(directory: Path, checkpoint_bytes: int) -> dict[str, float]:
     return found
 
 
+def free_memory() -> int | None:
+    """Bytes that the machine has left, or its container; None if it does not tell."""
+    found = list[int]()
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        found.append(_memory_sizes()["MemAvailable"] * 1024)
+    share = _container()
+    if share is not None:
+        limit = int((_CGROUP / "memory.max").read_text())
+        found.append(int(limit * (1 - share)))
+    return min(found, default=None)
+
+
+def _memory_sizes() -> dict[str, int]:
+    """The machine's memory in KiB, by the system's names."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) for line in lines}
+
+
 def _machine() -> float | None:
     """Share of the machine's memory that is taken."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        sizes = _memory_sizes()
         return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
     except (OSError, ValueError, KeyError, IndexError):
         return None

@@ -1,5 +1,6 @@
 """Tests the reward of an environment with adversarial answers."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -19,6 +20,7 @@ from jaxrl_post.envs.workers.pool import WorkerPool
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.files import replace_file
 from jaxrl_post.programs.build.collector import open_judges
+from jaxrl_post.programs.watching.answering import AnswerServer, open_answers
 from jaxrl_post.watch import ATTACKS, Earned, EpisodeReward, earned, known_tasks
 
 __all__ = ["WeakRewardError", "judged", "run_redteam"]
@@ -46,12 +48,16 @@ def run_redteam(
         WeakRewardError: an attack earned more than it should, or made a judgement fail.
     """
     environment = make_environment(config.env, config.data)
-    if isinstance(environment, AgentEnvironment):
+    agents = isinstance(environment, AgentEnvironment)
+    if agents and config.judges != "local":
         raise ConfigError(
-            f"--env: {environment.name} is an environment of agents, which makes its "
-            "own requests; test the environment or the function that gives its reward"
+            f"--judges {config.judges}: the agents of {environment.name} call a server "
+            "on this machine alone; drop the option"
         )
-    every = environment.tasks(config.split)
+    try:
+        every = environment.tasks(config.split)
+    except ValueError as error:
+        raise ConfigError(f"--split {config.split}: {error}") from error
     if not every:
         raise ConfigError(f"--env: {environment.name} has no {config.split} tasks")
     tasks = [every[at] for at in range(min(config.num_tasks, len(every)))]
@@ -69,11 +75,14 @@ def run_redteam(
         reward_deadline_s=config.reward_deadline_s,
         reward_memory_gib=config.reward_memory_gib,
     )
-    with open_judges(rollout, environment) as judges:
+    with (
+        open_judges(rollout, environment) as judges,
+        open_answers() if agents else contextlib.nullcontext() as answers,
+    ):
         found, right = earned(
             [attack for attack in ATTACKS if attack.kind in wanted],
             known_tasks(environment, tasks),
-            lambda asked: judged(judges, asked, config),
+            lambda asked: judged(judges, asked, config, answers),
             solved_reward=config.solved_reward,
         )
     weak = [each for each in found if each.weak_beyond(config.tolerance)]
@@ -92,15 +101,28 @@ def run_redteam(
 
 
 def judged(
-    judges: WorkerPool, asked: Sequence[tuple[Task, str]], config: RedteamConfig
+    judges: WorkerPool,
+    asked: Sequence[tuple[Task, str]],
+    config: RedteamConfig,
+    answers: AnswerServer | None = None,
 ) -> list[EpisodeReward]:
-    """Judges answers, each in an episode of its own; a few are in flight at a time."""
+    """Judges answers, each in an episode of its own; a few are in flight at a time.
+
+    Args:
+        judges: run the environment.
+        asked: tasks, each with the answer of every turn.
+        config: the options.
+        answers: serves the answers to agents; None if there are none. An agent makes
+            as many calls as it likes, within the deadline of a judgement.
+    """
     found: list[EpisodeReward | None] = [None] * len(asked)
     waiting = iter(enumerate(asked))
     flights: dict[Future[Judgement], Iterator[Future[Judgement]]] = {}
 
     def episode(number: int, task: Task, text: str) -> Iterator[Future[Judgement]]:
         """Yields the judgements that an episode waits for."""
+        if answers is not None:
+            task = answers.told(number, task, text)
         talk: tuple[Message, ...] = task.messages
         answer = _answer(task, text, config.max_tokens)
         total, turns = 0.0, 0
@@ -115,6 +137,7 @@ def judged(
                     found[number] = EpisodeReward(None, turns, kind, error)
                     return
                 total += outcome.step.reward
+                total += sum((outcome.step.players or {}).values())
                 talk = (*talk, *outcome.step.messages)
                 if outcome.step.done:
                     break
