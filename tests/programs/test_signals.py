@@ -87,6 +87,13 @@ def assert_same_logs(whole: RLConfig, other: RLConfig) -> None:
     assert {row["step"] for row in one} == {0, 2, STEPS}
     assert {row["split"] for row in one if row["step"] == 2} == {"eval", "train"}
     assert any(row["reward"] is None for row in one if row["split"] == "train")
+    for name, steps in (("evaluations", [0, 2, STEPS]), ("diagnostics", [2, STEPS])):
+        logs = [
+            list(read_rows(Path(each.run_dir or "") / f"{name}.jsonl"))
+            for each in (whole, other)
+        ]
+        assert logs[0] == logs[1], name
+        assert [row["step"] for row in logs[0]] == steps
     rollouts, again = (
         {p.name: p.read_bytes() for p in Path(each.run_dir or "", "rollouts").iterdir()}
         for each in (whole, other)
