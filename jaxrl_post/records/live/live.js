@@ -1,7 +1,7 @@
 // Follows a run: asks for what has changed, and draws the charts that can be seen.
 // Texts of the run are set as text, or come escaped from the server (/sample).
 const byId = (name) => document.getElementById(name);
-const POLL_MS = 2000, READING_MS = 250, TYPING_MS = 250;
+const POLL_MS = 2000, READING_MS = 100, TYPING_MS = 250;
 
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
