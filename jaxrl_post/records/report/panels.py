@@ -249,6 +249,7 @@ STACKS = {
             "rollout/failed/*, per step, mean of the steps with any",
             (
                 ("rollout/failed/raised", "raised"),
+                ("rollout/failed/unreachable", "unreachable"),
                 ("rollout/failed/timeout", "time out"),
                 ("rollout/failed/crashed", "crashed"),
                 ("rollout/failed/invalid", "invalid"),
