@@ -10,6 +10,14 @@ __all__ = ["Patience"]
 _LOOK_S = 1.0
 
 
+def _now() -> float:
+    return time.monotonic()
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
 @dataclass(frozen=True)
 class Patience:
     """The seconds in which something is tried again, and what ends them early.
@@ -30,8 +38,8 @@ class Patience:
 
     seconds: float = 0.0
     stop: Callable[[], bool] = lambda: False
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = _now
+    sleep: Callable[[float], None] = _sleep
 
     def pauses(self, first_s: float, longest_s: float) -> Iterator[float]:
         """Sleeps before each further try; ends when the time is used up, or by `stop`.

@@ -239,7 +239,6 @@ class Checkpoints:
         """
         whole = self._given_up(step) or whole
         self._saving = step
-        self.require_space(state)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(paths(state)),
             # Not grain's own handler: it writes one file a process, which another
@@ -249,6 +248,7 @@ class Checkpoints:
         )
 
         def begin() -> None:
+            self.require_space(state)
             try:
                 self._manager.save(step, args=args)
             except Exception as error:  # Orbax raises Exception itself.
@@ -257,13 +257,14 @@ class Checkpoints:
             if whole:
                 self.wait()
 
+        # One of several processes cannot save again without the others.
         if processes.count() > 1:
             begin()
         else:
             retried(begin, self.directory / str(step))
 
     def _given_up(self, step: int) -> bool:
-        """Whether the save before failed on a full disk and is not the run's end."""
+        """Whether the save before failed on a full disk, so that this one counts."""
         try:
             self.wait()
         except CheckpointError as error:

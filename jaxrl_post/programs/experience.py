@@ -146,9 +146,9 @@ class Experience:
 
         Afterwards the parameters may be donated. Groups that were drawn together are
         rolled out again, with the same samples, if too many of their judgements failed
-        because a server was away; not with `rollout.partial`. With `rollout.partial`, unfinished
+        because a server was away. With `rollout.partial` they are not: unfinished
         groups are suspended, or keep their places in the sampler without
-        `rollout.recompute_cache`; the next call continues them.
+        `rollout.recompute_cache`, and the next call continues them.
 
         Args:
             buffer: gets the groups.

@@ -46,9 +46,9 @@ class Judgement:
         error: the error message; None if `kind` is "ok" or "ended".
         kind: "ok"; "raised" (step raised); "unreachable" (a server that step asks, or
             the machine of its worker, was away); "invalid" (step returned no `Step`, or
-            a number that is not finite); "timeout" (the deadline passed); "crashed" (the
-            process died, or could not be started again); "ended" (a session was closed,
-            no turn was answered).
+            a number that is not finite); "timeout" (the deadline passed); "crashed"
+            (the process died, or could not be started again); "ended" (a session was
+            closed, no turn was answered).
         seconds: time from sending the request to the worker until the result.
 
     >>> Judgement(Step(1.0, done=True), None, "ok", 0.01).kind

@@ -126,7 +126,8 @@ def _answer(name: str, sessions: Sessions, request: bytes) -> Reply:
     except NumberError as error:
         return {"kind": "invalid", "error": f"{name}: {error}"}
     except (AwayError, UnreachableError) as error:
-        return {"kind": "unreachable", "error": _described(error)}
+        # Its message names the server; where it was asked is no matter.
+        return {"kind": "unreachable", "error": str(error)[:_LONGEST_ERROR]}
     # The boundary of the process: a bad reward function must not end the run, not even
     # with SystemExit. The pool reports the text.
     except BaseException as error:

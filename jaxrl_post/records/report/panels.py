@@ -315,4 +315,6 @@ MACHINE = (
     Panel("host/memory_share", "Memory taken", notation.percent, width="half"),
     Panel("host/disk_free_bytes", "Free on the disk", width="half"),
     Panel("host/disk_checkpoints", "Room for checkpoints", width="half"),
+    Panel("retries/disk_s", "Waits for room on the disk", width="half"),
+    Panel("retries/judges_s", "Waits for servers", width="half"),
 )
