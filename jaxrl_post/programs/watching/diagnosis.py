@@ -289,7 +289,8 @@ ERRORS: Mapping[str, tuple[str, str, str]] = {
 AWAY = "since a server was away"
 LACKING = (
     "away-server",
-    "a server that judges was away for longer than --retries.judges-s",
+    "a server that judges was away until --retries.judges-s was used up, or the run "
+    "was told to stop",
     "Look at the judge's host, and start the same command again when it is back; a "
     "larger --retries.judges-s waits longer.",
 )
