@@ -52,6 +52,7 @@ from jaxrl_post.programs.watching.guard import AlarmError, open_watch
 from jaxrl_post.programs.watching.traps import TRAPS
 from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.ending import read_ending
 from launch.grpo import PROGRAM
 from launch.recipes.demo import ppo_demo
 
@@ -81,7 +82,8 @@ class Options:
         steps: of a run with a trap.
         count: clean runs.
         minutes: no clean run begins after so many minutes.
-        folder: for the runs; a temporary one by default.
+        folder: for the runs; a temporary one by default. Clean runs that it has are
+            not done again.
         json: file to write the result to.
     """
 
@@ -143,6 +145,21 @@ def _run(
         run_rl(config, console=SILENT, command="", prepare=prepare)
     rows = [*read_rows(directory.metrics)]
     return read_alarms(directory), rows[-1]["step"]
+
+
+def _done(config: RLConfig) -> tuple[list[dict[str, Any]], int] | None:
+    """What `_run` returned of a run that an earlier call with --folder has done.
+
+    Runs of hours can so be counted in several calls; the rules are those of each call.
+    """
+    assert config.run_dir is not None
+    directory = RunDirectory(Path(config.run_dir))
+    if not directory.metrics.exists() or read_ending(directory.ending) is None:
+        return None
+    *_, row = read_rows(directory.metrics)
+    return (
+        (read_alarms(directory), row["step"]) if row["step"] == config.steps else None
+    )
 
 
 def _short(config: RLConfig, place: Path, steps: int) -> RLConfig:
@@ -319,7 +336,7 @@ def _clean(
         config = dataclasses.replace(config, seed=seed)
         config = _short(config, folder / f"clean-{name}-{seed}", steps)
         config = dataclasses.replace(config, eval=EvalConfig(every=10, num_tasks=50))
-        alarms, last = _run(config)
+        alarms, last = _done(config) or _run(config)
         row, held = found[name], len(open_watch(config).rules) * last
         row["runs"] += 1
         row["rule-steps"] += held

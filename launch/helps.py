@@ -11,7 +11,7 @@ from typing import NoReturn
 __all__ = ["asked", "shown"]
 
 # Programs with more options show these by default.
-MANY = 50
+MANY = 60
 COMMON = frozenset(
     f"--{name}"
     for name in (

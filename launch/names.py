@@ -27,7 +27,7 @@ __all__ = [
 
 PROGRAMS = (
     "grpo", "ppo", "distill", "sft", "dpo", "reward", "evaluate", "convert", "serve",
-    "chat", "report", "plan", "redteam", "doctor",
+    "chat", "report", "watch", "plan", "redteam", "doctor",
 )  # fmt: skip
 
 # Most lines about a word that is only a part of names.

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 __all__ = [
-    "AwayError",
     "Retries",
+    "ServerAwayError",
     "ServerError",
     "SlowServerError",
     "UnreachableError",
@@ -33,7 +33,7 @@ class SlowServerError(ServerError):
     """
 
 
-class AwayError(ServerError):
+class ServerAwayError(ServerError):
     """A server was away for all attempts; neither the answer nor the data is at fault.
 
     A run rolls out again for a while where too many judgements fail so.
@@ -90,7 +90,7 @@ class Retries:
             What the attempt returned.
 
         Raises:
-            AwayError: no attempt reached the server in time.
+            ServerAwayError: no attempt reached the server in time.
         """
         begin = time.monotonic()
         until = begin + self._seconds
@@ -119,12 +119,12 @@ class Retries:
             pause = min(2 * pause, _LONGEST_PAUSE)
             number += 1
 
-    def _failure(self, causes: list[str]) -> AwayError:
+    def _failure(self, causes: list[str]) -> ServerAwayError:
         # A last attempt that ran out of time says less than the first one.
         first, last = causes[0], causes[-1]
         then = "" if last == first else f", and at last: {last}"
         times = "once" if len(causes) == 1 else f"{len(causes)} times"
-        return AwayError(
+        return ServerAwayError(
             f"{first}{then}; tried {times} within {self._seconds:g} s. Look after the "
             "server; the option 'seconds' gives it longer to come back"
         )

@@ -27,6 +27,7 @@ from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.audit import audit
 from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.rollout.correlations import correlations
+from jaxrl_post.rollout.diagnostics import diagnostics
 from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.types import TokenBatch
@@ -72,6 +73,8 @@ class Updater:
     # Advantages of the last groups, float32 [groups, samples] or [groups, samples,
     # turns]; None if the algorithm has none of episodes or turns.
     advantages: np.ndarray | None = field(default=None, init=False)
+    # `rollout.diagnostics` of the last step; empty unless it is evaluated.
+    diagnostics: dict[str, Any] = field(default_factory=dict, init=False)
     # Seconds by phase, "logprobs" and "train", of the present step.
     _phases: dict[str, float] = field(default_factory=dict, init=False)
     # Parts of the rewards that environments have named so far.
@@ -189,6 +192,10 @@ class Updater:
             if self.algorithm.credit is not None:
                 pieces, found = credited(self._credit, pieces)
                 metrics |= found
+            self.diagnostics = {}
+            evaluated = self.config.eval.due(number, self.config.steps)
+            if evaluated and self.algorithm.divergence is None:
+                self.diagnostics = diagnostics(pieces)
             if not needs_proximal:
                 # The one update computes them itself, always in the same program.
                 pieces = [piece.replace(proximal_logprobs=None) for piece in pieces]  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.programs.experience import Evaluation, Experience
 from jaxrl_post.programs.loop import Trainer
 from jaxrl_post.programs.watching.graders import Graders
-from jaxrl_post.records.conversations import conversation
-from jaxrl_post.records.directory import RunDirectory
-from jaxrl_post.records.evaluations import EvaluationLog
+from jaxrl_post.records.directory import JsonLines, RunDirectory
 from jaxrl_post.records.metric_table import ACCURACY
 from jaxrl_post.records.rollouts import RolloutLog
+from jaxrl_post.records.rows.conversations import conversation
+from jaxrl_post.records.rows.evaluations import evaluation_row
 from jaxrl_post.records.sinks import NoLog, Sample, SampleLog
 from jaxrl_post.records.timeline import Timeline
 from jaxrl_post.rollout.ahead import Ahead
@@ -52,8 +52,9 @@ MEASURED = (
     "eval/truncated_fraction",
 )  # fmt: skip
 
-# Key of a checkpoint's meta: samples of the last step, logged with its evaluation.
-SHOWN = "samples_due"
+# Keys of a checkpoint's meta: samples of the last step and its diagnostics, which are
+# logged with its evaluation.
+SHOWN, DIAGNOSED = "samples_due", "diagnostics_due"
 # Key of a checkpoint's meta: the batches that were sampled ahead of their steps.
 AHEAD = "ahead"
 # Key of a checkpoint's meta: the number of rows of the timeline before it.
@@ -264,7 +265,8 @@ class OnlineTrainer(Trainer):
     _step: int = field(default=0, init=False)
     _trained_on: Sequence[Sample] = field(default=(), init=False)
     _samples: SampleLog | NoLog = field(default_factory=NoLog, init=False)
-    _evaluations: EvaluationLog | NoLog = field(default_factory=NoLog, init=False)
+    # Logs with a row per evaluation, by the names of their files.
+    _logs: dict[str, JsonLines] = field(default_factory=dict, init=False)
     _rollouts: RolloutLog | None = field(default=None, init=False)
 
     @property
@@ -338,9 +340,10 @@ class OnlineTrainer(Trainer):
         opened = ExitStack()
         enter = opened.enter_context
         if self.directory is not None and not processes.index():
-            kept = {"resume_step": resume_step}
-            self._samples = enter(SampleLog(self.directory, **kept))
-            self._evaluations = enter(EvaluationLog(self.directory, **kept))
+            self._samples = enter(SampleLog(self.directory, resume_step=resume_step))
+            for path in (self.directory.evaluations, self.directory.diagnostics):
+                log = enter(closing(JsonLines(path, resume_step)))
+                self._logs[path.name] = log
             self._rollouts = RolloutLog(self.directory, resume_step=step)
             if self.timeline is not None and self.ahead is not None:
                 self.timeline.open()
@@ -356,7 +359,8 @@ class OnlineTrainer(Trainer):
 
     def counts(self) -> dict[str, int]:
         """The number of logged samples and events, and of files of rollouts."""
-        counts = self._samples.counts() | self._evaluations.counts()
+        counts = self._samples.counts()
+        counts |= {name: log.count for name, log in self._logs.items()}
         for log in (self._rollouts, self.timeline):
             counts |= {} if log is None else log.counts()
         return counts
@@ -378,6 +382,7 @@ class OnlineTrainer(Trainer):
             **({} if self.ahead is None else {AHEAD: self.ahead.state()}),
             **({} if self.timeline is None else {TIMELINE: self.timeline.settle()}),
             SHOWN: list(shown),
+            DIAGNOSED: self.updater.diagnostics if due else {},
         }
 
     def restore(self, snapshot: TrainState, meta: dict[str, Any]) -> None:
@@ -391,6 +396,7 @@ class OnlineTrainer(Trainer):
         if self.timeline is not None:
             self.timeline.count = meta.get(TIMELINE, 0)
         self._trained_on = [Sample(**each) for each in meta.get(SHOWN, ())]
+        self.updater.diagnostics = meta.get(DIAGNOSED, {})
 
     @property
     def held_out_size(self) -> int:
@@ -405,7 +411,11 @@ class OnlineTrainer(Trainer):
         shown = _samples("eval", evaluation.groups, self.config.log_eval_samples)
         self._samples.write(number, [*shown, *self._trained_on])
         answers = [each.episodes[0] for each in evaluation.groups]
-        self._evaluations.write(number, answers)
+        rows = {"evaluations.jsonl": evaluation_row(number, answers)}
+        if self.updater.diagnostics:
+            rows["diagnostics.jsonl"] = {"step": number, **self.updater.diagnostics}
+        for name, log in self._logs.items():
+            log.append([rows[name]] if name in rows else [])
         graded = self._graded(lambda: self.graders.evaluated(answers))
         return _evaluated(evaluation) | graded
 

@@ -91,8 +91,13 @@ class RunDirectory:
 
     @property
     def evaluations(self) -> Path:
-        """One row per evaluation, see `evaluations.EvaluationLog`."""
+        """One row per evaluation, see `evaluations.evaluation_row`."""
         return self.path / "evaluations.jsonl"
+
+    @property
+    def diagnostics(self) -> Path:
+        """One row per evaluated step, see `rollout.diagnostics`."""
+        return self.path / "diagnostics.jsonl"
 
     @property
     def alarms(self) -> Path:

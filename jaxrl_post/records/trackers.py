@@ -196,7 +196,7 @@ class RemoteRun:
             self._dropped += 1
         caught_up = len(self._unsent) - 1
         try:
-            self._send()
+            self._send(self._run)
         except WriteError:
             raise
         except Exception as error:  # A tracker's error must not end training.
@@ -220,7 +220,7 @@ class RemoteRun:
         run = self._run
         if run is not None:
             try:
-                self._send()
+                self._send(run)
                 run.finish()
             except WriteError:
                 raise
@@ -228,7 +228,7 @@ class RemoteRun:
                 self._fails(error)
         self._run = None
 
-    def _send(self) -> None:
+    def _send(self, run: Any) -> None:
         while self._unsent:
             step, values = self._unsent[0]
             # Record the step before sending it: a kill in between loses the tracker's
@@ -236,7 +236,7 @@ class RemoteRun:
             before, self._told.step = self._told.step, step
             self._note()
             try:
-                self._run.log(dict(values), step=step)
+                run.log(dict(values), step=step)
             except Exception:
                 self._told.step = before
                 self._note()

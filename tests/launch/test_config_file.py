@@ -127,6 +127,7 @@ def test_a_dry_run_prints_a_file_of_options_and_does_nothing(name, tmp_path, cap
         "doctor": ["runs/a"],
         "redteam": ["--env", "arithmetic"],
         "report": ["runs/a"],
+        "watch": ["runs/a"],
         "plan": ["--model", "tiny", "--topology", "v5e:2x2"],
     }
 

@@ -150,6 +150,8 @@ LOOKED_FOR = [
     ("reward-hacking", "launch.redteam"),
     ("diagnose", "launch.doctor"),
     ("post-mortem", "launch.doctor"),
+    ("dashboard", "launch.watch"),
+    ("compare-runs", "launch.report"),
 ]
 
 

@@ -17,7 +17,7 @@ from jaxrl_post.envs.tasks.nim import Nim
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector
 from jaxrl_post.programs.rl import _samples
-from jaxrl_post.records.conversations import conversation
+from jaxrl_post.records.rows.conversations import conversation
 from jaxrl_post.rollout.batch import is_trained
 from jaxrl_post.rollout.collector import Collector, EpisodeSource, RolloutTimeoutError
 from jaxrl_post.rollout.episode import Episode

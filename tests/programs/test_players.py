@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.envs.tasks.nim import Nim
-from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.report.trees import tree
+from jaxrl_post.records.rows.conversations import conversation
 from jaxrl_post.rollout.episode import Episode
 from tests.programs import trainers
 from tests.programs.agent_letters import Duel, Lenient

@@ -30,7 +30,7 @@ def run(path, metrics, evaluations=(), prompts="p", **config):
 
 @pytest.fixture
 def two(tmp_path):
-    """Of 10 tasks the second run gains 6 and loses 1."""
+    """Two runs with 10 tasks; the second gains 6 and loses 1."""
     before = {str(n): float(n < 3) for n in range(10)}
     after = {str(n): float(n >= 1) for n in range(9)} | {"9": 0.0}
     return (

@@ -7,14 +7,14 @@ import pytest
 
 from jaxrl_post.envs.env import Answer, Message, ToolCall
 from jaxrl_post.messages import mended
-from jaxrl_post.records.conversations import (
+from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.rows.conversations import (
     FIRST_TURNS,
     LAST_TURNS,
     LONGEST_CONVERSATION,
     MOST_PIECES,
     conversation,
 )
-from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.records.sinks import Sample, SampleLog
 from jaxrl_post.rollout import Episode, Turn
 from jaxrl_post.tokens import Tokens

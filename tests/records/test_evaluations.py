@@ -1,13 +1,13 @@
-"""The log of evaluations: every held-out task's reward, also after a resume."""
+"""Evaluations in evaluations.jsonl: every held-out task's reward and prompt."""
 
 import json
 import math
 
 import pytest
 
-from jaxrl_post.records.directory import RunDirectory
-from jaxrl_post.records.evaluations import (
-    EvaluationLog,
+from jaxrl_post.records.directory import JsonLines, RunDirectory
+from jaxrl_post.records.rows.evaluations import (
+    evaluation_row,
     prompt_digest,
     read_evaluations,
 )
@@ -29,24 +29,18 @@ def directory(tmp_path):
 
 def test_rewards_and_prompts_by_task(directory):
     assert read_evaluations(directory) == []
-    with EvaluationLog(directory) as log:
-        log.write(0, [answer(1, 0.5), answer(7, None), answer(3, math.nan)])
-        log.write(10, [answer(1, 1.0)])
+    rows = [
+        evaluation_row(0, [answer(1, 0.5), answer(7, None), answer(3, math.nan)]),
+        evaluation_row(10, [answer(1, 1.0)]),
+    ]
+    log = JsonLines(directory.evaluations, None)
+    log.append(rows)
+    log.close()
     first, second = read_evaluations(directory)
     assert (first.step, second.step) == (0, 10)
     assert first.rewards == {"1": 0.5, "7": None, "3": None}
     assert second.rewards == {"1": 1.0}
     assert second.prompts == {"1": prompt_digest("prompt of 1")}
-
-
-def test_a_resumed_run_writes_later_evaluations_again(directory):
-    with EvaluationLog(directory) as log:
-        for step in (0, 10, 20):
-            log.write(step, [answer(1, float(step))])
-    with EvaluationLog(directory, resume_step=10) as log:
-        assert log.counts() == {"evaluations.jsonl": 2}
-        log.write(20, [answer(1, 7.0)])
-    assert [each.rewards["1"] for each in read_evaluations(directory)] == [0, 10, 7]
 
 
 @pytest.mark.parametrize("tasks", [None, [], {"a": 1}, {"a": ["x"]}])

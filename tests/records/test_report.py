@@ -15,8 +15,8 @@ import pytest
 from jaxrl_post.envs.tools import ERROR_KINDS
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
-from jaxrl_post.records.pages import packaged
 from jaxrl_post.records.report import write_report
+from jaxrl_post.records.report.templates import packaged
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
 
 START = 1_767_600_000.0  # 2026-01-05 08:00 UTC.
@@ -662,3 +662,31 @@ def test_a_full_disk_leaves_the_earlier_report(directory):
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(directory.report)
     assert directory.report.read_bytes() == before
+
+
+def test_advantages_and_values_of_the_last_evaluated_step_are_charted(directory):
+    log_metrics(directory, {step: {"train/loss": 0.5} for step in (1, 2)})
+    row = {
+        "step": 2,
+        "advantages": {"low": -1.0, "high": 1.0, "counts": [2, 0, 1]},
+        "places": {
+            "width": 4, "count": [2, 1], "mean": [0.5, None], "std": [0.1, None],
+            "value": [0.2, 0.3], "return": [0.4, 0.7],
+        },
+        "calibration": {"value": [0.2, 0.3], "return": [0.4, 0.7]},
+    }  # fmt: skip
+    rows = [{"step": 1, "advantages": {}}, row]
+    directory.diagnostics.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    _, page = read(directory)
+    for title in (
+        "Advantages at step 2",
+        "Advantages along the answer",
+        "Values along the answer",
+        "Calibration of the critic",
+    ):
+        assert title in page.words
+    bars = next(f for f in page.figures if f["data"][0].get("y") == [2, 0, 1])
+    assert bars["data"][0]["x"] == pytest.approx([-2 / 3, 0, 2 / 3])
+    assert [0.0, 4.0] in [f["data"][0].get("x") for f in page.figures]
+    # The mean distance of value and return: (0.2 + 0.4) / 2.
+    assert "0.3" in page.words

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxrl_post.envs.env import Answer, Message, ToolCall
-from jaxrl_post.records.conversations import conversation
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.report import write_report
+from jaxrl_post.records.rows.conversations import conversation
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
 from jaxrl_post.rollout import Episode, Turn
 from jaxrl_post.tokens import Tokens

@@ -18,7 +18,7 @@ from jaxrl_post.envs.tools import Functions, ToolEnvironment
 from jaxrl_post.examples.demonstrations import Demonstrations
 from jaxrl_post.examples.tasks import TaskSets, fitting_prompts
 from jaxrl_post.examples.texts import environment_tokenizer, tokenizer_of
-from jaxrl_post.records.conversations import conversation
+from jaxrl_post.records.rows.conversations import conversation
 from jaxrl_post.rollout import EpisodeLimits, Group
 from jaxrl_post.rollout.batch import is_trained, sequences
 from jaxrl_post.sampler.requests import SamplingParams

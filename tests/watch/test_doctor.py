@@ -318,7 +318,7 @@ ENVIRONMENTS = """
 import dataclasses, time
 import coin
 from jaxrl_post.envs import Step
-from jaxrl_post.envs.servers import AwayError
+from jaxrl_post.envs.servers import ServerAwayError
 
 class Raises(coin.Coin):
     name = "raises"
@@ -326,7 +326,7 @@ class Raises(coin.Coin):
 
 class Away(coin.Coin):
     name = "away"
-    def step(self, task, conversation): raise AwayError("http://judge: refused")
+    def step(self, task, conversation): raise ServerAwayError("http://judge: refused")
 
 class Hangs(coin.Coin):
     name = "hangs"

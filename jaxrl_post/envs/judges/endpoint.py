@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
 from jaxrl_post.envs.servers import (
-    AwayError,
     Retries,
+    ServerAwayError,
     ServerError,
     UnreachableError,
 )
@@ -36,7 +36,7 @@ class JudgeError(ServerError):
     """There is no verdict: the judge gave no answer, or none that can be read."""
 
 
-class JudgeAwayError(JudgeError, AwayError):
+class JudgeAwayError(JudgeError, ServerAwayError):
     """The judge's server was away, or too busy, for all the time of a question."""
 
 
@@ -180,7 +180,7 @@ class ChatEndpoint:
         try:
             reply = Retries(max(round(until - time.monotonic(), 1), 0.1))(attempt)
         except ServerError as error:
-            kind = JudgeAwayError if isinstance(error, AwayError) else JudgeError
+            kind = JudgeAwayError if isinstance(error, ServerAwayError) else JudgeError
             raise kind(f"the judge gave no answer: {error}") from error
         finally:
             server.close()

@@ -17,7 +17,7 @@ from jaxrl_post.extras import install
 from jaxrl_post.records.directory import RunDirectory
 from jaxrl_post.records.live.run import LiveRun
 from jaxrl_post.records.live.samples import Order, Query
-from jaxrl_post.records.pages import packaged, script_policy, template
+from jaxrl_post.records.report.templates import packaged, script_policy, template
 
 __all__ = ["guards", "live_routes", "run_live"]
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Follower", "Read"]
+__all__ = ["LogTail", "Read"]
 
 # Bytes of the last line that are compared, to notice a file that was cut.
 COMPARED = 4096
@@ -25,11 +25,11 @@ class Read(NamedTuple):
     again: bool
 
 
-class Follower:
+class LogTail:
     """Reads a growing file of lines, piece by piece.
 
     A run that resumes cuts its logs off after the step of its checkpoint and continues
-    them. The follower then begins again.
+    them. The tail then begins again.
 
     Args:
         path: of the file, which may not be there yet.
@@ -41,9 +41,9 @@ class Follower:
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
-    >>> follower = Follower(path)
+    >>> tail = LogTail(path)
     >>> _ = path.write_text('{"step": 1}\\n{"ste')
-    >>> follower.read(100).lines, follower.read(100).lines
+    >>> tail.read(100).lines, tail.read(100).lines
     ([b'{"step": 1}'], [])
     """
 

@@ -15,21 +15,22 @@ from jaxrl_post.records import notation
 from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, last_rows
 from jaxrl_post.records.ending import read_ending
-from jaxrl_post.records.live.follow import Follower
+from jaxrl_post.records.live.follow import LogTail
 from jaxrl_post.records.live.samples import Query, SampleIndex, texts_of
 from jaxrl_post.records.lock import holder_of
-from jaxrl_post.records.pages import template
 from jaxrl_post.records.report.charts import Figure, Run
 from jaxrl_post.records.report.curves import Curves
-from jaxrl_post.records.report.history import History
+from jaxrl_post.records.report.history import History, read_diagnostics
 from jaxrl_post.records.report.page import (
     OTHERS,
+    SPREAD,
     WORK,
     contents,
     reward_scale,
     sample,
 )
 from jaxrl_post.records.report.panels import STEP_TIME
+from jaxrl_post.records.report.templates import template
 from jaxrl_post.records.report.work import newest_work
 from jaxrl_post.records.visible import visible
 from jaxrl_post.watch.alarms import RAISED
@@ -62,7 +63,7 @@ EMPTY: Values = {
 
 
 class LiveRun:
-    """What a page shows of a run that may be running.
+    """Follows a run for a page, while it runs or afterwards.
 
     One thread calls `advance` again and again; any thread may call the others.
 
@@ -88,12 +89,12 @@ class LiveRun:
     ) -> None:
         self.directory, self._clock = directory, clock
         self.samples = SampleIndex(directory.samples)
-        self._lock = threading.Lock()
-        self._follower = Follower(directory.metrics)
+        self._lock = threading.RLock()
+        self._tail = LogTail(directory.metrics)
         self._curves, self._again = Curves(), 0
         self._lengths = deque[float](maxlen=RECENT)
         self._faults: dict[str, str] = {}
-        # What was made last of the files, and what they were then.
+        # The last contents, and the marks of the files that they were made from.
         self._seen: Sequence[Any] = ()
         self._version = 0
         self._arranged_rows = ROWS_AT_ONCE
@@ -107,24 +108,31 @@ class LiveRun:
         if not more or not self.samples.rows:
             more |= self._tried("samples.jsonl", self.samples.advance)
         if self.samples.damaged:
-            self._faults["rows"] = (
-                f"samples.jsonl: {self.samples.damaged} lines are no rows of a run and "
-                "are left out"
-            )
+            count = self.samples.damaged
+            told = f"samples.jsonl: {count} lines are no rows of a run and are left out"
+            self._tell("rows", told)
         return more
+
+    def _tell(self, name: str, fault: str | None) -> None:
+        """Notes a fault for the page to show; None if it is over."""
+        with self._lock:
+            if fault is None:
+                self._faults.pop(name, None)
+            else:
+                self._faults[name] = fault
 
     def _tried(self, name: str, read: Callable[[], bool]) -> bool:
         """Reads on; a file that cannot be read is told, and tried again later."""
         try:
             more = read()
         except OSError as error:
-            self._faults[name] = f"{name}: cannot be read: {error}"
+            self._tell(name, f"{name}: cannot be read: {error}")
             return False
-        self._faults.pop(name, None)
+        self._tell(name, None)
         return more
 
     def _advance_metrics(self) -> bool:
-        read = self._follower.read(CHUNK)
+        read = self._tail.read(CHUNK)
         with self._lock:
             if read.again:
                 self._curves, self._again = Curves(), self._again + 1
@@ -133,19 +141,17 @@ class LiveRun:
                     row = json.loads(line)
                     self._curves.add(row)
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
-                    self._faults["lines"] = (
-                        "metrics.jsonl: a line is no row of a run and is left out: "
-                        f"{line[:80]!r}: {error!r}"
-                    )
+                    told = "metrics.jsonl: a line is no row of a run and is left out: "
+                    self._tell("lines", f"{told}{line[:80]!r}: {error!r}")
                     continue
                 length = row["metrics"].get(STEP_TIME)
                 if isinstance(length, int | float):
                     self._lengths.append(length)
-        behind = self._follower.end < self._follower.size
+        behind = self._tail.end < self._tail.size
         return read.again or (bool(read.lines) and behind)
 
     def state(self, since: int | None = None) -> Values:
-        """What the page shows, as JSON; texts are plain, for the page to escape.
+        """Tells the page all that it shows, as JSON with plain texts.
 
         Args:
             since: `version` of an earlier state; if nothing of it has changed, figures,
@@ -154,8 +160,8 @@ class LiveRun:
         with self._lock:
             self._renew()
             done = 1.0
-            if self._follower.size:
-                done = self._follower.end / self._follower.size
+            if self._tail.size:
+                done = self._tail.end / self._tail.size
             state: Values = {
                 "version": self._version,
                 "title": self.directory.path.resolve().name,
@@ -176,10 +182,10 @@ class LiveRun:
 
         While a long log is read the first time, only as often as its rows double.
         """
-        behind = self._follower.end < self._follower.size
+        behind = self._tail.end < self._tail.size
         if behind and self._curves.rows < 2 * self._arranged_rows:
             return
-        paths = ("config", "alarms", "timeline", "best")
+        paths = ("config", "alarms", "timeline", "diagnostics", "best")
         seen = [
             self._again,
             self._curves.rows,
@@ -207,6 +213,9 @@ class LiveRun:
             best=self.directory.read_best(),
             work=work,
             alarms=alarms if watched else None,
+            diagnostics=self._read(
+                "diagnostics.jsonl", lambda: read_diagnostics(self.directory)
+            ),
         )
         figures: dict[str, Values] = {}
         found: Values = EMPTY
@@ -215,7 +224,7 @@ class LiveRun:
                 found = contents(history)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 # Alarms or a configuration that no run of this version wrote.
-                self._faults["page"] = f"not all of the run can be shown: {error!r}"
+                self._tell("page", f"not all of the run can be shown: {error!r}")
         others, sections = found["others"], [*found["sections"]]
         if others["figures"]:
             sections.append((OTHERS, others["figures"]))
@@ -237,13 +246,13 @@ class LiveRun:
         return _shown(found | own), figures
 
     def _read(self, name: str, read: Callable[[], Any]) -> Any:
-        """What `read` returns; None and a note on the page if it cannot."""
+        """Calls `read`; returns None, with a note on the page, if it cannot."""
         try:
             found = read()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._faults[name] = f"{name}: {error}"
+            self._tell(name, f"{name}: {error}")
             return None
-        self._faults.pop(name, None)
+        self._tell(name, None)
         return found
 
     def _work(self) -> Any:
@@ -254,7 +263,7 @@ class LiveRun:
         return newest_work(rows, dict(self._curves[STEP_TIME].points))
 
     def _status(self) -> Values:
-        """How the run is: a word, a sentence, and the time that it still takes."""
+        """Tells how the run is: a word, a sentence, and the time that is left."""
         steps = self._steps()
         ending = read_ending(self.directory.ending)
         try:
@@ -349,7 +358,7 @@ class LiveRun:
 
 
 def _mark(path: Path) -> Any:
-    """What changes with a file."""
+    """Size and time of a file, which change with it."""
     try:
         found = path.stat()
     except OSError:
@@ -375,7 +384,7 @@ def _listed(figure: Values, section: str, figures: dict[str, Values]) -> Values:
         **{key: value for key, value in figure.items() if key != "draw"},
         "id": name,
         # The others are not over steps.
-        "zooms": section != WORK,
+        "zooms": section not in (WORK, SPREAD),
         "drawn": figure["draw"] is not None,
     }
 
@@ -428,7 +437,7 @@ def _rendered(row: Mapping[str, Any]) -> str:
         shown = sample(dict(row), reward_scale([row["reward"]]))
         return template("sample.html.jinja").render(sample=shown, error="")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # Of another version, or damaged.
+        # Another version wrote it, or it was damaged.
         shown = sample({**row, "conversation": None}, reward_scale([row["reward"]]))
         told = f"its conversation cannot be shown: {error!r}"
         return template("sample.html.jinja").render(sample=shown, error=told)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl_post.records.live.follow import Follower
+from jaxrl_post.records.live.follow import LogTail
 
 __all__ = ["Found", "Order", "Query", "SampleIndex", "texts_of"]
 
@@ -99,7 +99,7 @@ class SampleIndex:
     _blocks: list[np.ndarray] = field(default_factory=list)
     _joined: np.ndarray | None = None
     _reasons: dict[str, int] = field(default_factory=dict)
-    _follower: Follower | None = None
+    _tail: LogTail | None = None
     # Offset of the first line of the index; None before anything was read.
     _begin: int | None = None
     # One thread advances, others find.
@@ -111,20 +111,20 @@ class SampleIndex:
         Raises:
             OSError: the file cannot be read.
         """
-        if self._follower is None:
+        if self._tail is None:
             try:
                 begin = _last_line_end(self.path)
             except FileNotFoundError:
                 return False
-            self._follower, self._begin = Follower(self.path, begin), begin
-        read = self._follower.read(CHUNK)
+            self._tail, self._begin = LogTail(self.path, begin), begin
+        read = self._tail.read(CHUNK)
         if read.again:
             with self._lock:
                 self._blocks, self._joined = [], None
-            self._follower = self._begin = None
+            self._tail = self._begin = None
             return True
         self._add(read.lines, read.offsets, newest=True)
-        behind = bool(read.lines) and self._follower.end < self._follower.size
+        behind = bool(read.lines) and self._tail.end < self._tail.size
         return self._advance_backward() or behind
 
     def _advance_backward(self) -> bool:
@@ -196,10 +196,10 @@ class SampleIndex:
     @property
     def share(self) -> float:
         """Share of the file that is indexed, by bytes, in [0, 1]."""
-        if self._follower is None or not self._follower.size:
+        if self._tail is None or not self._tail.size:
             return 1.0
-        unread = (self._begin or 0) + self._follower.size - self._follower.end
-        return 1.0 - unread / self._follower.size
+        unread = (self._begin or 0) + self._tail.size - self._tail.end
+        return 1.0 - unread / self._tail.size
 
     def table(self) -> np.ndarray:
         """The index, in the order of the file, as a structured array of `COLUMNS`."""

@@ -20,11 +20,14 @@ __all__ = [
     "Point",
     "Run",
     "Span",
+    "calibration_chart",
     "count_chart",
     "downsample",
+    "histogram_chart",
     "lane_chart",
     "line_chart",
     "lines_chart",
+    "profile_chart",
     "smooth",
     "smoothing_window",
     "spikes",
@@ -519,4 +522,85 @@ def count_chart(counts: Mapping[int, int]) -> Figure:
     figure.update_layout(hovermode="closest")
     figure.update_xaxes(tickprefix="")
     figure.update_yaxes(rangemode="nonnegative")
+    return figure.to_plotly_json()
+
+
+def histogram_chart(low: float, high: float, counts: Sequence[int]) -> Figure:
+    """Draws how many numbers lie in each of equal intervals between two bounds."""
+    figure = _figure((0, 1))
+    width = (high - low) / len(counts)
+    figure.add_bar(
+        x=[round(low + (place + 0.5) * width, 9) for place in range(len(counts))],
+        y=list(counts),
+        width=width,
+        marker={"color": "var(--accent)"},
+        hovertemplate="%{x:.3g}: %{y:,}<extra></extra>",
+    )
+    return _plain(figure, (low, high))
+
+
+def profile_chart(
+    places: Sequence[float], lines: Sequence[tuple[str, Sequence[float | None]]]
+) -> Figure:
+    """Draws means along the tokens of answers.
+
+    Args:
+        places: in tokens, ascending, at least one.
+        lines: a name without markup, and a value for each place, None for none.
+    """
+    figure = _figure((0, 1))
+    for number, (name, values) in enumerate(lines):
+        kept = [
+            pair for pair in zip(places, values, strict=True) if pair[1] is not None
+        ]
+        figure.add_scatter(
+            x=[place for place, _ in kept],
+            y=[value for _, value in kept],
+            mode="lines+markers",
+            line={"color": f"var(--l{number})", "width": 1.75},
+            marker={"size": 4},
+            name=name,
+            hovertemplate=f"{name} %{{y:.3g}}<extra></extra>",
+        )
+    figure.update_xaxes(title={"text": "tokens of the answer before", "standoff": 6})
+    figure.update_layout(margin_b=42)
+    return _plain(figure, (places[0], places[-1]))
+
+
+def calibration_chart(values: Sequence[float], returns: Sequence[float]) -> Figure:
+    """Draws returns against the values that a critic gave; on the line it is right."""
+    figure = _figure((0, 1))
+    low, high = min(*values, *returns), max(*values, *returns)
+    figure.add_scatter(
+        x=[low, high],
+        y=[low, high],
+        mode="lines",
+        line={"color": "var(--muted)", "width": 1, "dash": "dot"},
+        hoverinfo="skip",
+    )
+    figure.add_scatter(
+        x=list(values),
+        y=list(returns),
+        mode="lines+markers",
+        line={"color": "var(--accent)", "width": 1.75},
+        marker={"size": 6},
+        hovertemplate="value %{x:.3g}, return %{y:.3g}<extra></extra>",
+    )
+    figure.update_xaxes(title={"text": "value", "standoff": 6})
+    figure.update_yaxes(title={"text": "return", "standoff": 6})
+    figure.update_layout(hovermode="closest", margin_b=42)
+    return _plain(figure, (low, high))
+
+
+def _plain(figure: "go.Figure", span: tuple[float, float]) -> Figure:
+    """An axis of numbers in place of steps."""
+    low, high = span
+    edge = 0.03 * (high - low) or 1.0
+    figure.update_xaxes(
+        range=[low - edge, high + edge],
+        tickformat="",
+        dtick=None,
+        tickprefix="",
+        unifiedhovertitle={"text": "%{x:.4g}"},
+    )
     return figure.to_plotly_json()

@@ -11,16 +11,16 @@ from jaxrl_post.config.run import flattened
 from jaxrl_post.files import replace_file
 from jaxrl_post.records import notation
 from jaxrl_post.records.directory import RunDirectory
-from jaxrl_post.records.evaluations import Evaluated, read_evaluations
 from jaxrl_post.records.metric_table import ACCURACY, REWARD, TOKENS_PER_SECOND
-from jaxrl_post.records.pages import packaged, script_policy, template
 from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.history import History, read_history
 from jaxrl_post.records.report.page import MAX_OTHERS, OTHERS, panels_of
 from jaxrl_post.records.report.panels import STEP_TIME, Panel
+from jaxrl_post.records.report.templates import packaged, script_policy, template
+from jaxrl_post.records.rows.evaluations import Evaluated, read_evaluations
 from jaxrl_post.watch.paired import Paired, paired
 
-__all__ = ["MOST_RUNS", "Comparison", "compare_evaluations", "write_comparison"]
+__all__ = ["MOST_RUNS", "PairedEvaluations", "compare_evaluations", "write_comparison"]
 
 # Each has a colour and a letter.
 MOST_RUNS = 8
@@ -30,12 +30,12 @@ type Values = dict[str, Any]  # Variables of the template, by name.
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedEvaluations:
     """The last evaluations of two runs, compared task by task.
 
     Attributes:
         steps: of the two evaluations.
-        accuracy: the test of which tasks were solved; None if no task is common.
+        accuracy: the test of the tasks that were solved; None if no task is common.
         reward: the test of the rewards that both have; None if there are none.
         notes: on what could not be compared.
     """
@@ -46,7 +46,7 @@ class Comparison:
     notes: tuple[str, ...] = field(default=())
 
 
-def compare_evaluations(before: RunDirectory, after: RunDirectory) -> Comparison:
+def compare_evaluations(before: RunDirectory, after: RunDirectory) -> PairedEvaluations:
     """Tests the last evaluation of a run against the last one of another.
 
     Tasks are the same if id and prompt are.
@@ -61,7 +61,7 @@ def compare_evaluations(before: RunDirectory, after: RunDirectory) -> Comparison
     found = [read_evaluations(each) for each in (before, after)]
     for directory, evaluations in zip((before, after), found, strict=True):
         if not evaluations:
-            return Comparison(
+            return PairedEvaluations(
                 notes=(f"{directory.path} has no {directory.evaluations.name}",)
             )
     first, second = (evaluations[-1] for evaluations in found)
@@ -72,7 +72,7 @@ def compare_evaluations(before: RunDirectory, after: RunDirectory) -> Comparison
         notes.append(f"{len(shared) - len(common)} tasks have other prompts")
     if not common:
         notes.append("no task is in both evaluations")
-        return Comparison((first.step, second.step), notes=tuple(notes))
+        return PairedEvaluations((first.step, second.step), notes=tuple(notes))
     bounds = [_solved_reward(each) for each in (before, after)]
     if bounds[0] != bounds[1]:
         notes.append(
@@ -95,7 +95,7 @@ def compare_evaluations(before: RunDirectory, after: RunDirectory) -> Comparison
         {each: [side.rewards[each] or 0.0] for each in with_rewards}
         for side in (first, second)
     ]
-    return Comparison(
+    return PairedEvaluations(
         (first.step, second.step),
         paired(*({each: side[each] for each in common} for side in solved)),
         paired(*rewards) if with_rewards else None,
@@ -201,7 +201,7 @@ def _run(letter: str, name: str, history: History) -> Values:
     }
 
 
-def _shown(name: str, found: Comparison) -> Values:
+def _shown(name: str, found: PairedEvaluations) -> Values:
     """A test in words."""
     rows = list[tuple[str, str]]()
     steps = ""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jaxrl_post
 from jaxrl_post.messages import PICTURE
 from jaxrl_post.records import notation
-from jaxrl_post.records.pages import template
+from jaxrl_post.records.report.templates import template
 
 __all__ = ["MAX_SAMPLES", "Line", "evaluation_page", "lines_of"]
 

@@ -7,15 +7,17 @@ from typing import Any
 
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.alarms import read_alarms
-from jaxrl_post.records.directory import RunDirectory, read_rows
+from jaxrl_post.records.directory import RunDirectory, last_rows, read_rows
 from jaxrl_post.records.report.charts import Point
 from jaxrl_post.records.report.curves import Curves
 from jaxrl_post.records.report.panels import STEP_TIME
 from jaxrl_post.records.report.work import Work, read_work
 from jaxrl_post.watch.alarms import RAISED
 
-__all__ = ["History", "read_history"]
+__all__ = ["History", "read_diagnostics", "read_history"]
 
+# Bytes at the end of diagnostics.jsonl that are read; a row has about 2,000.
+DIAGNOSTICS_BYTES = 2**16
 MAX_EXAMPLES = 8
 MAX_TRAINED = 4  # Number of trained conversations, in addition to held-out ones.
 
@@ -27,7 +29,8 @@ type Examples = tuple[dict[str, Any], ...]  # Samples of one task, to compare.
 class History:
     """The data of a report: metrics, description, samples, other files of the run.
 
-    `alarms` has the rows of alarms.jsonl, and is None for a run without a watch.
+    `alarms` has the rows of alarms.jsonl, and is None for a run without a watch;
+    `diagnostics` is the last row of diagnostics.jsonl.
     """
 
     curves: Curves
@@ -37,6 +40,7 @@ class History:
     best: Mapping[str, Any] | None = None
     work: Work | None = None
     alarms: list[dict[str, Any]] | None = None
+    diagnostics: Mapping[str, Any] | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -85,7 +89,16 @@ def read_history(directory: RunDirectory) -> History:
         best,
         work,
         alarms if watched else None,
+        read_diagnostics(directory),
     )
+
+
+def read_diagnostics(directory: RunDirectory) -> dict[str, Any] | None:
+    """The last row of diagnostics.jsonl; None if there is none."""
+    if not directory.diagnostics.exists():
+        return None
+    rows = last_rows(directory.diagnostics, 1, DIAGNOSTICS_BYTES)
+    return rows[0] if rows else None
 
 
 def _read_description(path: Path) -> dict[str, Any]:

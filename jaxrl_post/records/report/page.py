@@ -20,7 +20,6 @@ from jaxrl_post.records.metric_table import (
     TOKENS_PER_SECOND,
     row_of,
 )
-from jaxrl_post.records.pages import packaged, script_policy, template
 from jaxrl_post.records.report import charts
 from jaxrl_post.records.report.alarms import alarms_of
 from jaxrl_post.records.report.curves import Curve
@@ -38,12 +37,14 @@ from jaxrl_post.records.report.panels import (
     Stack,
     named,
 )
+from jaxrl_post.records.report.templates import packaged, script_policy, template
 from jaxrl_post.records.report.trees import tree
 from jaxrl_post.records.report.work import Strip, Work
 
 __all__ = [
     "MAX_OTHERS",
     "OTHERS",
+    "SPREAD",
     "WORK",
     "contents",
     "page",
@@ -53,7 +54,8 @@ __all__ = [
 ]
 
 OTHERS = "Other metrics"  # Heading of metrics without one.
-WORK = "Who worked when"  # Heading of the charts that are not over steps.
+# Headings of charts that are not over steps.
+WORK, SPREAD = "Who worked when", "Advantages and values"
 MAX_OTHERS = 60  # Most charts of metrics without a heading.
 MAX_CHARACTERS = 4000  # Most that a prompt or completion shows.
 
@@ -209,10 +211,70 @@ def _sections(history: History) -> Iterator[tuple[str, list[Values]]]:
             figures += _stacked(stack, history)
         if figures:
             yield name, figures
+    if history.diagnostics is not None:
+        yield SPREAD, [*_spread(history.diagnostics)]
     if history.work is not None:
         figures = [*_work(history.work), *_figures(IDLE, history)]
         if figures:
             yield WORK, figures
+
+
+def _spread(row: Mapping[str, Any]) -> Iterator[Values]:
+    """Charts the advantages and values of a step (`rollout.diagnostics`)."""
+    found, places = row["advantages"], row["places"]
+    at = [place * places["width"] for place in range(len(places["count"]))]
+    total = sum(found["counts"])
+    yield _still(
+        f"Advantages at step {row['step']}",
+        f"{total:,}",
+        "trained tokens by advantage; the end bars have the tokens beyond them",
+        partial(charts.histogram_chart, found["low"], found["high"], found["counts"]),
+    )
+    names = ("mean", "mean"), ("standard deviation", "std")
+    lines = [(name, places[key]) for name, key in names]
+    yield _still(
+        "Advantages along the answer",
+        "",
+        "means over the tokens at a place of their answers",
+        partial(charts.profile_chart, at, lines),
+        [(name, "") for name, _ in lines],
+    )
+    if "value" not in places:
+        return
+    lines = [(name, places[name]) for name in ("value", "return")]
+    yield _still(
+        "Values along the answer",
+        "",
+        "means over the tokens at a place of their answers",
+        partial(charts.profile_chart, at, lines),
+        [(name, "") for name, _ in lines],
+    )
+    means = row["calibration"]
+    gaps = [abs(v - r) for v, r in zip(means["value"], means["return"], strict=True)]
+    yield _still(
+        "Calibration of the critic",
+        notation.number(statistics.fmean(gaps)),
+        "tenths of the tokens by value, and their mean distance from the line",
+        partial(charts.calibration_chart, means["value"], means["return"]),
+    )
+
+
+def _still(
+    title: str,
+    now: str,
+    below: str,
+    draw: Callable[[], charts.Figure],
+    legend: Sequence[tuple[str, str]] = (),
+) -> Values:
+    """A figure that is not over steps."""
+    return {
+        "title": title,
+        "now": now,
+        "below": below,
+        "width": "half",
+        "draw": lambda span=None: draw(),
+        "legend": list(legend),
+    }
 
 
 def _work(work: Work) -> Iterator[Values]:

@@ -20,7 +20,7 @@ def tree(conversation: Mapping[str, Any]) -> Values:
     """Arranges a conversation as the page shows it.
 
     Args:
-        conversation: as `records.conversations.conversation` writes it.
+        conversation: as `records.rows.conversations.conversation` writes it.
 
     Returns:
         `chains`, one for each turn that begins a new chain. A chain has the turns that

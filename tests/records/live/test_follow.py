@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_post.records.live.follow import Follower
+from jaxrl_post.records.live.follow import LogTail
 
 
 def append(path, text):
@@ -12,43 +12,43 @@ def append(path, text):
 
 def test_reads_whole_lines_and_the_rest_later(tmp_path):
     path = tmp_path / "log"
-    follower = Follower(path)
-    assert follower.read(100) == ([], [], False)
+    tail = LogTail(path)
+    assert tail.read(100) == ([], [], False)
     append(path, "one\ntwo\nthr")
-    assert follower.read(100) == ([b"one", b"two"], [0, 4], False)
-    assert follower.read(100) == ([], [], False)
+    assert tail.read(100) == ([b"one", b"two"], [0, 4], False)
+    assert tail.read(100) == ([], [], False)
     append(path, "ee\n")
-    assert follower.read(100) == ([b"three"], [8], False)
-    assert follower.end == follower.size == 14
+    assert tail.read(100) == ([b"three"], [8], False)
+    assert tail.end == tail.size == 14
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 5, 100])
 def test_a_piece_may_be_smaller_than_a_line(tmp_path, most):
     path = tmp_path / "log"
     append(path, "a\nlonger line\nb\n")
-    follower, lines = Follower(path), []
-    while follower.end < 16:
-        lines += follower.read(most).lines
+    tail, lines = LogTail(path), []
+    while tail.end < 16:
+        lines += tail.read(most).lines
     assert lines == [b"a", b"longer line", b"b"]
 
 
 def test_begins_again_if_the_end_was_cut(tmp_path):
     path = tmp_path / "log"
     append(path, "one\ntwo\nthree\n")
-    follower = Follower(path)
-    follower.read(100)
+    tail = LogTail(path)
+    tail.read(100)
     path.write_text("one\n")
-    assert follower.read(100) == ([b"one"], [0], True)
+    assert tail.read(100) == ([b"one"], [0], True)
 
 
 def test_begins_again_if_the_end_was_cut_and_written_again(tmp_path):
     # As a resumed run does it, between two looks: the file is as long as before.
     path = tmp_path / "log"
     append(path, "one\ntwo\nthree\n")
-    follower = Follower(path)
-    follower.read(100)
+    tail = LogTail(path)
+    tail.read(100)
     path.write_text("one\ntwo\nTHREE\nfour\n")
-    read = follower.read(100)
+    read = tail.read(100)
     assert read.again
     assert read.lines == [b"one", b"two", b"THREE", b"four"]
 
@@ -56,17 +56,17 @@ def test_begins_again_if_the_end_was_cut_and_written_again(tmp_path):
 def test_begins_again_if_the_file_is_gone(tmp_path):
     path = tmp_path / "log"
     append(path, "one\n")
-    follower = Follower(path)
-    follower.read(100)
+    tail = LogTail(path)
+    tail.read(100)
     path.unlink()
-    assert follower.read(100) == ([], [], True)
-    assert follower.read(100) == ([], [], False)
+    assert tail.read(100) == ([], [], True)
+    assert tail.read(100) == ([], [], False)
     append(path, "two\n")
-    assert follower.read(100).lines == [b"two"]
+    assert tail.read(100).lines == [b"two"]
 
 
 def test_can_begin_in_the_middle(tmp_path):
     path = tmp_path / "log"
     append(path, "one\ntwo\n")
-    follower = Follower(path, begin=4)
-    assert follower.read(100) == ([b"two"], [4], False)
+    tail = LogTail(path, begin=4)
+    assert tail.read(100) == ([b"two"], [4], False)

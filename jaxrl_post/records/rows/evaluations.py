@@ -1,15 +1,15 @@
-"""The log of a run's evaluations: the reward of every held-out task."""
+"""A run's evaluations in evaluations.jsonl: the reward of every held-out task."""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from jaxrl_post.records.directory import JsonLines, RunDirectory, read_rows
+from jaxrl_post.records.directory import RunDirectory, read_rows
 from jaxrl_post.rollout.episode import Episode
 
-__all__ = ["Evaluated", "EvaluationLog", "prompt_digest", "read_evaluations"]
+__all__ = ["Evaluated", "evaluation_row", "prompt_digest", "read_evaluations"]
 
 
 @dataclass(frozen=True)
@@ -36,46 +36,21 @@ def prompt_digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-class EvaluationLog:
-    """Writes evaluations.jsonl, a row per evaluation.
+def evaluation_row(step: int, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """A row of evaluations.jsonl.
 
-    A row is `{"step": 20, "tasks": {"7": ["8ef82285d4dc1c2d", 1.0]}}`: a digest of the
+    It is `{"step": 20, "tasks": {"7": ["8ef82285d4dc1c2d", 1.0]}}`: a digest of the
     prompt and the reward of each task, null if it could not be judged.
 
     Args:
-        directory: of the run.
-        resume_step: as in `MetricsLog`.
+        step: after which the model was evaluated.
+        episodes: one per held-out task.
     """
-
-    def __init__(self, directory: RunDirectory, *, resume_step: int | None = None):
-        self._path = directory.evaluations
-        self._rows = JsonLines(self._path, resume_step)
-
-    def write(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Writes an evaluation; it is on the disk when this returns.
-
-        Args:
-            step: at least the last one written.
-            episodes: one per held-out task.
-
-        Raises:
-            OSError: the disk is full, or fails. The rows before are whole.
-        """
-        tasks = {
-            str(each.task_id): [prompt_digest(each.prompt_text), _finite(each.reward)]
-            for each in episodes
-        }
-        self._rows.append([{"step": step, "tasks": tasks}])
-
-    def counts(self) -> dict[str, int]:
-        """The number of rows, by the file's name."""
-        return {self._path.name: self._rows.count}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rows.close()
+    tasks = {
+        str(each.task_id): [prompt_digest(each.prompt_text), _finite(each.reward)]
+        for each in episodes
+    }
+    return {"step": step, "tasks": tasks}
 
 
 def _finite(reward: float | None) -> float | None:
