@@ -110,7 +110,7 @@ def writing(path: Path, consequence: str) -> Iterator[None]:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, is that of a full disk or a used up quota.
+    """Whether an error, or its cause, tells of a full disk or a used up quota.
 
     >>> is_full(OSError(errno.ENOSPC, "")), is_full(OSError(errno.EACCES, ""))
     (True, False)

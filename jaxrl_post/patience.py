@@ -1,4 +1,4 @@
-"""How long a run tries again what failed because a machine did."""
+"""Bounds the time in which something that failed is tried again."""
 
 import time
 from collections.abc import Callable, Iterator

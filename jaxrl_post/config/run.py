@@ -219,7 +219,7 @@ class ProcessesConfig:
 
 @dataclass(frozen=True)
 class RetriesConfig:
-    """How long a run tries again what a machine made fail; errors of data end it.
+    """Seconds in which a run tries again after errors of a machine, not of data.
 
     A signal ends each wait; 0 turns one off. Several processes wait for room on a full
     disk 300 s at most, and only before a checkpoint and for their logs.

@@ -1,4 +1,4 @@
-"""Runs whose machine fails for a while go on; runs whose data fail end at once."""
+"""Runs whose machine fails for a while continue; runs whose data fail end at once."""
 
 import importlib
 import json
@@ -99,7 +99,7 @@ def steady(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def finished(trainer: OnlineTrainer) -> list[str]:
-    """The events of a trainer, of which "finish" is one for each rolled out group."""
+    """The events of a trainer; each rolled out group has a "finish" among them."""
     events: list[str] = []
     trainer.experience.tell = lambda event, fields: events.append(event)
     return events
