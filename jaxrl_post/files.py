@@ -2,28 +2,44 @@
 
 What is written is first on the disk itself (fsync), then gets its name, and the name is
 on the disk before the next thing happens. A file system may otherwise keep the name and
-lose the content.
+lose the content. A run waits for room on a full disk (`patient`), and for nothing else.
 """
 
 import errno
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from jaxrl_post.patience import Patience
 
 __all__ = [
     "WriteError",
     "free_bytes",
+    "is_full",
     "make_folder",
     "move",
     "named",
+    "patient",
     "replace_file",
+    "retried",
     "settle",
     "sync",
+    "taken_wait",
+    "waits",
     "writing",
 ]
+
+_log = logging.getLogger(__name__)
+
+# Errors that end when a person makes room.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Seconds between two tries on a full disk, at first and at most.
+_FIRST_S, _LONGEST_S = 1.0, 10.0
 
 # Remedies for errors of the system, by number.
 REMEDIES = {
@@ -68,7 +84,7 @@ def named(error: OSError, path: Path, consequence: str) -> WriteError:
         cause += f" ({error.filename})"
     message = f"{cause}; {consequence}"
     if error.errno in REMEDIES:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _FULL:
             message += f"; {free_bytes(path) / 1e6:,.1f} MB are free"
         message += f"; {REMEDIES[error.errno]}, and run the same command again"
     told = WriteError(error.errno, message, str(path))
@@ -91,6 +107,117 @@ def writing(path: Path, consequence: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise named(error, path, consequence) from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, tells of a full disk or a used up quota.
+
+    >>> is_full(OSError(errno.ENOSPC, "")), is_full(OSError(errno.EACCES, ""))
+    (True, False)
+    """
+    while error is not None:
+        # Libraries in other languages have the system's words alone.
+        told = not isinstance(error, OSError) and str(error)
+        if told and any(os.strerror(number) in told for number in _FULL):
+            return True
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
+class _Room:
+    """State of the waits for room, of the whole process: threads share a disk."""
+
+    patience = Patience()
+    # Seconds that `taken_wait` has not returned.
+    waited = 0.0
+    # Whether a thread is within a call of `retried`.
+    within = threading.local()
+
+
+@contextmanager
+def patient(patience: Patience) -> Iterator[None]:
+    """Lets `retried` wait for room on a full disk, in all threads of the process.
+
+    Args:
+        patience: how long; no second outside such a block.
+    """
+    before, _Room.patience = _Room.patience, patience
+    try:
+        yield
+    finally:
+        _Room.patience = before
+
+
+def waits() -> bool:
+    """Whether a write waits for room on a full disk."""
+    return _Room.patience.seconds > 0
+
+
+def taken_wait() -> float:
+    """The seconds that writes have waited for room since the last call; >= 0."""
+    waited, _Room.waited = _Room.waited, 0.0
+    return waited
+
+
+def retried[Found](
+    write: Callable[[], Found],
+    path: Path,
+    *,
+    together: Callable[[bool], bool] = lambda more: more,
+) -> Found:
+    """Calls a function that writes all or nothing, again while the disk is full.
+
+    Within such a call another one tries once: the outer one tries the whole again.
+
+    Args:
+        write: leaves nothing half written behind when it raises.
+        path: what it writes, for messages.
+        together: given whether this process has time left, returns whether all have.
+
+    Raises:
+        Exception: as `write`; of a full disk when the time of `patient` is used up.
+    """
+    if getattr(_Room.within, "one", False):
+        return write()
+    _Room.within.one = True
+    try:
+        return _retried(write, path, together)
+    finally:
+        _Room.within.one = False
+
+
+def _retried[Found](
+    write: Callable[[], Found], path: Path, together: Callable[[bool], bool]
+) -> Found:
+    patience = _Room.patience
+    pauses, waited = patience.pauses(_FIRST_S, _LONGEST_S), 0.0
+    for tries in range(2**62):
+        try:
+            found = write()
+        except Exception as error:
+            if not (is_full(error) and patience.seconds):
+                raise
+            if not tries:
+                _log.warning(
+                    "%s: the disk is full, %s MB are free; waiting up to %g s for room "
+                    "(--retries.disk-s)",
+                    path,
+                    f"{free_bytes(path) / 1e6:,.1f}",
+                    patience.seconds,
+                )
+            begin = patience.clock()
+            after = next(pauses, None)
+            _Room.waited += patience.clock() - begin
+            if not together(after is not None):
+                raise
+            waited = after or 0.0
+        else:
+            if tries:
+                _log.warning("%s: written after %.0f s", path, waited)
+            return found
+    raise AssertionError("the pauses end")
 
 
 def free_bytes(path: Path) -> float:
@@ -141,6 +268,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises:
         WriteError: the disk is full or fails; what was there before is unchanged.
     """
+    retried(lambda: _replace_file(path, content), path)
+
+
+def _replace_file(path: Path, content: str | bytes) -> None:
     partial = path.with_name(f"{path.name}.partial")
     with writing(path, "what was there before is unchanged"):
         make_folder(path.parent)

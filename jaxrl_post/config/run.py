@@ -27,6 +27,7 @@ __all__ = [
     "CompileCacheConfig",
     "EvalConfig",
     "ProcessesConfig",
+    "RetriesConfig",
     "RunConfig",
     "TrackerName",
     "UpdateConfig",
@@ -217,6 +218,27 @@ class ProcessesConfig:
 
 
 @dataclass(frozen=True)
+class RetriesConfig:
+    """Seconds in which a run tries again after errors of a machine, not of data.
+
+    A signal ends each wait; 0 turns one off. Several processes wait for room on a full
+    disk 300 s at most, and only before a checkpoint and for their logs.
+
+    Attributes:
+        disk_s: seconds that a write waits for room on a full disk.
+        trackers_s: seconds in which the rows for wandb or trackio are kept and sent
+            again while the tracker fails; then it is told nothing more.
+        judges_s: seconds in which a step or an evaluation is rolled out again if too
+            many of its rollouts failed since a server of the environment was away. Not
+            with `rollout.partial`.
+    """
+
+    disk_s: Annotated[float, NOT_NEGATIVE] = 600.0
+    trackers_s: Annotated[float, NOT_NEGATIVE] = 600.0
+    judges_s: Annotated[float, NOT_NEGATIVE] = 600.0
+
+
+@dataclass(frozen=True)
 class CompileCacheConfig:
     """The place of compiled programs, which the next start need not compile again.
 
@@ -288,6 +310,7 @@ class RunConfig:
         callbacks: functions, each a <module>:<function>, that are called at the start,
             after each step and each evaluation, and at the end.
         processes: the processes of the run, if there are several.
+        retries: what is tried again after errors of a machine, and for how long.
         compile_cache: where compiled programs are kept for the next start.
     """
 
@@ -322,6 +345,7 @@ class RunConfig:
     watch: Annotated[WatchConfig, FREE] = field(default_factory=WatchConfig)
     callbacks: Annotated[tuple[str, ...], FREE] = ()
     processes: Annotated[ProcessesConfig, FREE] = field(default_factory=ProcessesConfig)
+    retries: Annotated[RetriesConfig, FREE] = field(default_factory=RetriesConfig)
     compile_cache: Annotated[CompileCacheConfig, FREE] = field(
         default_factory=CompileCacheConfig
     )

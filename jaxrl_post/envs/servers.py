@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Retries", "ServerError", "SlowServerError", "UnreachableError"]
+__all__ = [
+    "Retries",
+    "ServerAwayError",
+    "ServerError",
+    "SlowServerError",
+    "UnreachableError",
+]
 
 # Seconds between two attempts, at first and at most; they double from one to the next.
 _FIRST_PAUSE = 0.05
@@ -24,6 +30,13 @@ class SlowServerError(ServerError):
 
     A tool that is slow may have been asked for too much, so of a call this one may be
     told to the policy.
+    """
+
+
+class ServerAwayError(ServerError):
+    """A server was away for all attempts; neither the answer nor the data is at fault.
+
+    A run rolls out again for a while where too many judgements fail so.
     """
 
 
@@ -77,7 +90,7 @@ class Retries:
             What the attempt returned.
 
         Raises:
-            ServerError: no attempt reached the server in time.
+            ServerAwayError: no attempt reached the server in time.
         """
         begin = time.monotonic()
         until = begin + self._seconds
@@ -106,12 +119,12 @@ class Retries:
             pause = min(2 * pause, _LONGEST_PAUSE)
             number += 1
 
-    def _failure(self, causes: list[str]) -> ServerError:
+    def _failure(self, causes: list[str]) -> ServerAwayError:
         # A last attempt that ran out of time says less than the first one.
         first, last = causes[0], causes[-1]
         then = "" if last == first else f", and at last: {last}"
         times = "once" if len(causes) == 1 else f"{len(causes)} times"
-        return ServerError(
+        return ServerAwayError(
             f"{first}{then}; tried {times} within {self._seconds:g} s. Look after the "
             "server; the option 'seconds' gives it longer to come back"
         )

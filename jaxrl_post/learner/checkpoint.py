@@ -1,6 +1,7 @@
 """Training checkpoints with Orbax: asynchronous, atomic, resharded on restore."""
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +14,18 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxrl_post.files import free_bytes, move, settle, sync
+from jaxrl_post.files import (
+    free_bytes,
+    is_full,
+    move,
+    retried,
+    settle,
+    sync,
+    waits,
+)
 from jaxrl_post.learner.manifest import find_damage, write_manifest
 from jaxrl_post.learner.state import TrainState
+from jaxrl_post.pretrained.directory import remove
 from jaxrl_post.pretrained.name_map import paths
 from jaxrl_post.sharding import processes
 from jaxrl_post.types import PyTree
@@ -169,7 +179,7 @@ class Checkpoints:
             self._manager.reload()
 
     def require_space(self, state: TrainState) -> None:
-        """Raises if the disk is too full for the next checkpoint.
+        """Raises if the disk is too full for the next checkpoint, and stays so.
 
         Args:
             state: the state to be saved.
@@ -186,13 +196,20 @@ class Checkpoints:
         else:
             files = (self.directory / str(latest)).rglob("*")
             wanted = sum(file.stat().st_size for file in files if file.is_file())
+        retried(
+            lambda: self._check_space(wanted),
+            self.directory,
+            together=lambda more: all(processes.exchange("wait for room", more)),
+        )
+
+    def _check_space(self, wanted: int) -> None:
         spaces = processes.exchange("free disk", [wanted, free_bytes(self.directory)])
         wanted, free = spaces[0][0], min(free for _, free in spaces)
         if free < wanted:
             raise self._failed(
                 f"one takes about {wanted / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are "
                 "free"
-            )
+            ) from OSError(errno.ENOSPC, "too little is free")
 
     def save(
         self,
@@ -200,35 +217,68 @@ class Checkpoints:
         state: TrainState,
         iterator: grain.DatasetIterator,
         meta: Mapping[str, Any],
+        *,
+        whole: bool = False,
     ) -> None:
         """Starts to write a checkpoint; returns once the arrays are copied.
+
+        A run of one process waits for room on a full disk (`files.patient`). A save
+        that failed in the background is given up then, since its arrays are gone, and
+        the next one is written in its place before this method returns.
 
         Args:
             step: the run's step, greater than the last checkpoint's.
             state: the state; may be donated once this method returns.
             iterator: iterator of the training tasks.
             meta: JSON values.
+            whole: whether to return only when the checkpoint is on disk.
 
         Raises:
             CheckpointError: this or the last save failed, for example on a full disk;
                 earlier checkpoints are whole.
         """
-        self.wait()
+        whole = self._given_up(step) or whole
         self._saving = step
-        self.require_space(state)
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(paths(state)),
+            # Not grain's own handler: it writes one file a process, which another
+            # number of processes could not restore.
+            data=ocp.args.JsonSave(iterator.get_state()),
+            meta=ocp.args.JsonSave(dict(meta)),
+        )
+
+        def begin() -> None:
+            self.require_space(state)
+            try:
+                self._manager.save(step, args=args)
+            except Exception as error:  # Orbax raises Exception itself.
+                self._remove_unfinished()
+                raise self._failed(_brief(error)) from error
+            if whole:
+                self.wait()
+
+        # One of several processes cannot save again without the others.
+        if processes.count() > 1:
+            begin()
+        else:
+            retried(begin, self.directory / str(step))
+
+    def _given_up(self, step: int) -> bool:
+        """Whether the save before failed on a full disk, so that this one counts."""
         try:
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(paths(state)),
-                    # Not grain's own handler: it writes one file a process, which
-                    # another number of processes could not restore.
-                    data=ocp.args.JsonSave(iterator.get_state()),
-                    meta=ocp.args.JsonSave(dict(meta)),
-                ),
-            )
-        except Exception as error:  # Orbax raises Exception itself.
-            raise self._failed(_brief(error)) from error
+            self.wait()
+        except CheckpointError as error:
+            if processes.count() > 1 or not (waits() and is_full(error)):
+                raise
+            _log.warning("%s. The checkpoint of step %d takes its place", error, step)
+            return True
+        return False
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a save left that failed, which takes room from the next one."""
+        if processes.count() == 1:
+            for folder in self.directory.glob(f"{self._saving}.*"):
+                remove(folder)
 
     def wait(self) -> None:
         """Waits until the checkpoint that `save` started is on disk.
@@ -247,6 +297,7 @@ class Checkpoints:
                 sync(self.directory)
         except Exception as error:
             self._broken = True
+            self._remove_unfinished()
             raise self._failed(_brief(error)) from error
 
     def restore(

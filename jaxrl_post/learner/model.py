@@ -26,7 +26,7 @@ from jaxrl_post.config.data import (
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.run import Vision
 from jaxrl_post.data.tokenizer import Tokenizer, TokenizerError
-from jaxrl_post.files import replace_file, writing
+from jaxrl_post.files import replace_file, retried, writing
 from jaxrl_post.kernels.dispatch import multiply_as_float32
 from jaxrl_post.learner.belonging import check_belonging
 from jaxrl_post.learner.manifest import write_manifest
@@ -453,28 +453,38 @@ def save_model(
     places, fresh = [target], outputs.staging_of(target)
     if adaptation is not None:
         places.append(target.with_name(adapter))
-    with writing(target, consequence):
-        try:
-            if not processes.index():
-                for place in places:
-                    outputs.make_room(place)
-            saved = fresh / target.name
-            tokenizer = model.tokenizer
-            pretrained.save(saved, config, whole, tokenizer=tokenizer, source=source)
-            if adaptation is not None:
-                base = _base_for_peft(model)
-                save_adapter(fresh / adapter, config, params, adaptation.lora, base)
-            if not processes.index():
-                if manifest:
-                    write_manifest(saved)
-                for name, text in cards.items():
-                    if (fresh / name).is_dir():
-                        replace_file(fresh / name / CARD, text)
-                for place in places:
-                    outputs.install(fresh / place.name, place)
-        finally:
-            if not processes.index():
-                shutil.rmtree(fresh, ignore_errors=True)
+
+    def write() -> None:
+        with writing(target, consequence):
+            try:
+                if not processes.index():
+                    for place in places:
+                        outputs.make_room(place)
+                saved = fresh / target.name
+                tokenizer = model.tokenizer
+                pretrained.save(
+                    saved, config, whole, tokenizer=tokenizer, source=source
+                )
+                if adaptation is not None:
+                    base = _base_for_peft(model)
+                    save_adapter(fresh / adapter, config, params, adaptation.lora, base)
+                if not processes.index():
+                    if manifest:
+                        write_manifest(saved)
+                    for name, text in cards.items():
+                        if (fresh / name).is_dir():
+                            replace_file(fresh / name / CARD, text)
+                    for place in places:
+                        outputs.install(fresh / place.name, place)
+            finally:
+                if not processes.index():
+                    shutil.rmtree(fresh, ignore_errors=True)
+
+    # All of several processes take part in a write, so one of them cannot try again.
+    if processes.count() > 1:
+        write()
+    else:
+        retried(write, target)
     processes.exchange(f"{target.name} is saved", None)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "SavesItself",
     "new_model_directory",
     "read_config_file",
+    "remove",
     "staged",
 ]
 
@@ -120,10 +121,10 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path | None]:
             settle(staging)
             move(staging, target)
         finally:
-            _remove(staging)
+            remove(staging)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Removes a directory in which threads of a writer that failed may still write."""
     end = time.monotonic() + REMOVE_SECONDS
     while folder.exists() and time.monotonic() < end:

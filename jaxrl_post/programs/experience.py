@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,9 @@ from jaxrl_post.envs import Environment, Task, WorkerStartError
 from jaxrl_post.envs.env import Split
 from jaxrl_post.examples.tasks import TaskSets
 from jaxrl_post.fleet.probe import ProbeError
+from jaxrl_post.patience import Patience
 from jaxrl_post.programs.build.judge import RewardJudge
-from jaxrl_post.programs.scores import Scores, check_failed, score
+from jaxrl_post.programs.scores import Scores, check_failed, lacks_server, score
 from jaxrl_post.rollout import batch as batching
 from jaxrl_post.rollout.buffer import Admission, Buffer
 from jaxrl_post.rollout.collector import (
@@ -26,12 +28,13 @@ from jaxrl_post.rollout.collector import (
     FailedRolloutsError,
     RolloutTimeoutError,
 )
-from jaxrl_post.rollout.episode import Group
+from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.events import Tell, silent
 from jaxrl_post.rollout.flight import ChangedTaskError
 from jaxrl_post.rollout.metrics import sampling_metrics
 from jaxrl_post.sampler import SamplingParams
 from jaxrl_post.sampler.port import Sampler
+from jaxrl_post.sharding import processes
 
 __all__ = ["SAMPLING_ERRORS", "Evaluation", "Experience", "has_spread", "make_buffer"]
 
@@ -42,6 +45,11 @@ SAMPLING_ERRORS = (
     WorkerStartError,
     ProbeError,
 )
+
+_LOGGER = logging.getLogger(__name__)
+
+# Seconds between two rollouts of a step whose server is away, at first and at most.
+FIRST_S, LONGEST_S = 1.0, 30.0
 
 # Held-out prompts get ids that training never reaches.
 EVAL_IDS = 2**31
@@ -112,6 +120,7 @@ class Experience:
         judge: reward model that judges after the environment; None for none.
         drawn: prompts drawn so far, which is the id of the next prompt.
         tell: told of training's prompts: which are drawn, and whose group has ended.
+        patience: how long it rolls out again if the environment's servers are away.
     """
 
     config: RLConfig
@@ -124,6 +133,7 @@ class Experience:
     judge: RewardJudge | None = None
     drawn: int = 0
     tell: Tell = silent
+    patience: Patience = field(default_factory=Patience)
     # The sampler that has unfinished samples; None if they are suspended.
     _paused: Sampler | None = field(default=None, init=False)
     # Prompt id to the index of its task, for unfinished groups.
@@ -134,9 +144,11 @@ class Experience:
     def feed(self, buffer: Buffer, sampler: Sampler, number: int) -> dict[str, float]:
         """Samples until a buffer has the groups of a step.
 
-        Afterwards the parameters may be donated. With `rollout.partial`, unfinished
+        Afterwards the parameters may be donated. Groups that were drawn together are
+        rolled out again, with the same samples, if too many of their judgements failed
+        because a server was away. With `rollout.partial` they are not: unfinished
         groups are suspended, or keep their places in the sampler without
-        `rollout.recompute_cache`; the next call continues them.
+        `rollout.recompute_cache`, and the next call continues them.
 
         Args:
             buffer: gets the groups.
@@ -151,7 +163,7 @@ class Experience:
                 on.
             RolloutTimeoutError: the rollouts took too long.
         """
-        sampled, deadline = list[Group](), self._deadline()
+        sampled, deadline, waited = list[Group](), self._deadline(), 0.0
         sampler.renew()
         buffer.open(number)
         while True:
@@ -168,13 +180,16 @@ class Experience:
             in_flight = self.collector.prompt_ids
             if buffer.complete(in_flight) or not in_flight:
                 break
-            wave = not buffer.admission.spare
-            groups = self._ended(sampler, deadline, number, wave=wave)
+            if buffer.admission.spare:
+                groups = self._polled(sampler, deadline, number)
+            else:
+                groups, lost = self._wave(sampler, deadline, number)
+                waited += lost
             groups = self._judged(groups, sampler)
             buffer.put(groups)
             sampled += groups
         self._hold(sampler)
-        metrics = self._metrics(sampled, number)
+        metrics = self._metrics(sampled, number, waited)
         if buffer.admission.spare:
             metrics["rollout/in_flight"] = float(self.collector.in_flight)
         if not len(buffer):
@@ -209,7 +224,9 @@ class Experience:
         training = self.collector
         collector = training.apart()
         sampling = self.sampling(temperature=0.0)
-        groups = collector.run(sampler, numbered, 1, sampling)
+        groups, waited = self._reached(
+            lambda: collector.run(sampler, numbered, 1, sampling), sampler, "evaluation"
+        )
         # Agents of training may have called while the evaluation's agents ran.
         training.suspend(sampler)
         spent = dict(training.seconds)
@@ -223,7 +240,8 @@ class Experience:
             solving = solving and batching.worthless_if_truncated(solving)
         training.seconds.update(spent)
         answers = [group.episodes[0] for group in groups]
-        check_failed(answers, self.config.rollout.max_failed_share, "evaluation")
+        allowed = self.config.rollout.max_failed_share
+        check_failed(answers, allowed, "evaluation", waited=waited)
         scores = score(
             groups,
             solved_reward=self.config.eval.solved_reward,
@@ -309,14 +327,66 @@ class Experience:
     def _deadline(self) -> float:
         return time.monotonic() + self.config.rollout.deadline_s
 
-    def _ended(
-        self, sampler: Sampler, deadline: float, number: int, *, wave: bool
-    ) -> list[Group]:
-        """Returns the first groups that end, or all groups of a wave as drawn."""
-        groups = self._polled(sampler, deadline, number)
-        while wave and self.collector.in_flight:
-            groups += self._polled(sampler, deadline, number)
-        return sorted(groups, key=lambda group: group.prompt_id) if wave else groups
+    def _wave(
+        self, sampler: Sampler, deadline: float, number: int
+    ) -> tuple[list[Group], float]:
+        """Returns all groups of a wave as drawn, and the seconds lost to servers."""
+        tasks, until = self._tasks["train"], deadline
+        drawn = [(i, tasks[self._places[i]]) for i in self.collector.prompt_ids]
+
+        def ended() -> list[Group]:
+            nonlocal until
+            if not self.collector.in_flight:
+                count = self.config.rollout.samples_per_prompt
+                self.collector.start(drawn, count, self.sampling())
+                until = self._deadline()
+            groups = list[Group]()
+            while self.collector.in_flight:
+                groups += self._polled(sampler, until, number)
+            return sorted(groups, key=lambda group: group.prompt_id)
+
+        return self._reached(ended, sampler, f"step {number}")
+
+    def _reached(
+        self, run: Callable[[], list[Group]], sampler: Sampler, where: str
+    ) -> tuple[list[Group], float]:
+        """Rolls out, again while too many judgements fail because a server is away.
+
+        Args:
+            run: rolls out groups, every time the same ones.
+            sampler: with parameters bound.
+            where: for messages.
+
+        Returns:
+            The groups, and the seconds since the first of them failed so.
+        """
+        groups, allowed = run(), self.config.rollout.max_failed_share
+        pauses, begin = self.patience.pauses(FIRST_S, LONGEST_S), self.patience.clock()
+        tries = 1
+        while lacks_server(episodes := _episodes(groups), allowed):
+            failed = [e for e in episodes if e.reward is None]
+            if tries == 1 and self.patience.seconds:
+                _LOGGER.warning(
+                    "%s: %d of %d rollouts failed, since a server is away; rolling out "
+                    "again for up to %g s (--retries.judges-s): %s",
+                    where,
+                    len(failed),
+                    len(episodes),
+                    self.patience.seconds,
+                    failed[0].error.splitlines()[-1],
+                )
+            # A signal may reach only one of several processes, and clocks differ.
+            more = next(pauses, None) is not None
+            if not all(processes.exchange(f"{where} again", more)):
+                break
+            tries += 1
+            sampler.renew()
+            groups = run()
+        else:
+            if tries == 1:
+                return groups, 0.0
+            _LOGGER.warning("%s: rolled out %d times", where, tries)
+        return groups, self.patience.clock() - begin
 
     def _polled(self, sampler: Sampler, deadline: float, number: int) -> list[Group]:
         groups = self.collector.poll(sampler, deadline)
@@ -389,13 +459,16 @@ class Experience:
         self.collector.seconds["reward"] += time.perf_counter() - begin
         return judged
 
-    def _metrics(self, sampled: Sequence[Group], number: int) -> dict[str, float]:
+    def _metrics(
+        self, sampled: Sequence[Group], number: int, waited: float
+    ) -> dict[str, float]:
         """Metrics of all sampled groups, and the seconds that they took."""
         metrics: dict[str, float] = {}
         rollout = self.config.rollout
-        episodes = [e for group in sampled for e in group.episodes]
+        episodes = _episodes(sampled)
         if episodes:
-            check_failed(episodes, rollout.max_failed_share, f"step {number}")
+            allowed = rollout.max_failed_share
+            check_failed(episodes, allowed, f"step {number}", waited=waited)
             metrics = sampling_metrics(
                 sampled,
                 functools.partial(
@@ -407,8 +480,14 @@ class Experience:
                 },
                 turns=rollout.max_turns > 1,
             )
+        if waited:
+            metrics["retries/judges_s"] = waited
         metrics["train/epoch"] = self.drawn / len(self._tasks["train"])
         for name, spent in self.collector.seconds.items():
             metrics[f"time/{name}"] = spent
             self.collector.seconds[name] = 0.0
         return metrics
+
+
+def _episodes(groups: Sequence[Group]) -> list[Episode]:
+    return [episode for group in groups for episode in group.episodes]

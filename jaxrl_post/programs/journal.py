@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import grain
 import jax
 
+from jaxrl_post.files import taken_wait
 from jaxrl_post.learner.best import BEST
 from jaxrl_post.learner.checkpoint import abstract_state
 from jaxrl_post.learner.learner import DivergenceError, UpdateError
@@ -181,6 +182,8 @@ class RunJournal:
             check_same_state(f"after step {step}", metrics, position)
         # The machine of process 0.
         metrics |= {} if self._guard is None else self._guard.host()
+        if waited := taken_wait():
+            metrics["retries/disk_s"] = waited
         # A signal may reach only one of several processes.
         self._stopped = any(processes.exchange("stop", self._should_stop()))
         evaluates = config.eval.due(step, config.steps)
@@ -208,7 +211,10 @@ class RunJournal:
         self._progress.update(step, metrics)
         begin = time.perf_counter()
         if step % config.checkpoint.every == 0 or last or gained or acting:
-            self._save(step, waits, logged if due else self._counts())
+            # These are waited for at once: of a full disk while the state is here.
+            whole = last or gained or acting is not None or failed is not None
+            held = logged if due else self._counts()
+            self._save(step, waits, held, whole=whole)
         if acting is not None:
             self._evidence(acting)
             failed = failed or self._acted(acting)
@@ -343,13 +349,20 @@ class RunJournal:
         return gained
 
     def _save(
-        self, step: int, waits: Mapping[str, Any], logged: Mapping[str, int]
+        self,
+        step: int,
+        waits: Mapping[str, Any],
+        logged: Mapping[str, int],
+        *,
+        whole: bool,
     ) -> None:
         """Begins to save a checkpoint, perhaps with an evaluation that waits."""
         training = self._training
         meta = training.meta(due=bool(waits)) | dict(waits) | {LOGS: logged}
         meta |= self._run.best.meta()
-        self._run.checkpoints.save(step, training.snapshot(), training.indices, meta)
+        self._run.checkpoints.save(
+            step, training.snapshot(), training.indices, meta, whole=whole
+        )
 
     def _keep(self, gained: bool) -> None:
         """Saves the best model if it is the present one, and its record."""

@@ -67,6 +67,7 @@ from jaxrl_post.programs.run import (
     finish,
     open_run,
     tell_run,
+    waiting_for_room,
     warm_started,
 )
 from jaxrl_post.records import notation
@@ -200,7 +201,8 @@ def run_offline(
     own = isinstance(config, PreferenceConfig) and ":" in config.loss.name
     check_metric(config, job.evaluated, own=own)
     try:
-        return _run(fetched, job, console, command, should_stop, memory)
+        with waiting_for_room(config, should_stop):
+            return _run(fetched, job, console, command, should_stop, memory)
     except WarmStartStoppedError:
         return RunResult(step=0, completed=False, model=None, report=None)
 

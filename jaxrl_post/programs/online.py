@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ from jaxrl_post.learner.reference import require_directory, require_same_ids
 from jaxrl_post.learner.updater import Updater, longest_row, longest_sequence
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.exact import check_exact
+from jaxrl_post.patience import Patience
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
@@ -57,6 +59,7 @@ from jaxrl_post.programs.run import (
     finish,
     open_run,
     tell_run,
+    waiting_for_room,
     warm_started,
 )
 from jaxrl_post.programs.watching.graders import open_graders
@@ -184,17 +187,22 @@ def run_rl(
     )
     shared = config.critic.backbone == "shared"
     try:
-        with open_run(
-            fetched,
-            console=console,
-            command=command,
-            make_tokenizer=functools.partial(environment_tokenizer, tasks),
-            memory=functools.partial(memory, algorithm, tasks),
-            data=tasks,
-            head="lm+value" if shared else "lm",
-            complete=functools.partial(_measured, fitting, algorithm),
-            warm_start=functools.partial(_warm_started, fitting, console, should_stop),
-        ) as run:
+        with (
+            waiting_for_room(config, should_stop),
+            open_run(
+                fetched,
+                console=console,
+                command=command,
+                make_tokenizer=functools.partial(environment_tokenizer, tasks),
+                memory=functools.partial(memory, algorithm, tasks),
+                data=tasks,
+                head="lm+value" if shared else "lm",
+                complete=functools.partial(_measured, fitting, algorithm),
+                warm_start=functools.partial(
+                    _warm_started, fitting, console, should_stop
+                ),
+            ) as run,
+        ):
             kept, _ = fitting(run.model.tokenizer, run.model.config)
             train, held_out = (len(kept.tasks(split)) for split in SPLITS)
             tell_run(run, train, held_out, config.rollout.prompts_per_step, "tasks")
@@ -204,6 +212,12 @@ def run_rl(
             ):
                 opened = functools.partial(_weights, run, should_stop, stack)
                 trainer = _trainer(run, kept, judges, algorithm, opened, stack)
+                ended = threading.Event()
+                # Before the threads that sample are waited for.
+                stack.callback(ended.set)
+                trainer.experience.patience = Patience(
+                    config.retries.judges_s, lambda: should_stop() or ended.is_set()
+                )
                 prepare(trainer)
                 return _loop(run, trainer, should_stop)
     except WarmStartStoppedError:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.examples.packed import Examples, batches
 from jaxrl_post.examples.tasks import TaskSets
-from jaxrl_post.files import free_bytes, named, writing
+from jaxrl_post.files import free_bytes, named, patient, retried, writing
 from jaxrl_post.kernels.dispatch import PLATFORMS, choose
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.best import Best
@@ -51,6 +51,7 @@ from jaxrl_post.learner.model import (
 )
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.models import Head
+from jaxrl_post.patience import Patience
 from jaxrl_post.programs.agreement import check_same_program, locked
 from jaxrl_post.programs.build.devices import trainer_mesh
 from jaxrl_post.programs.hub import Fetched
@@ -95,6 +96,7 @@ __all__ = [
     "finish",
     "open_run",
     "tell_run",
+    "waiting_for_room",
     "warm_started",
 ]
 
@@ -102,6 +104,8 @@ _LOGGER = logging.getLogger(__name__)
 
 # A run warns if it trains more often on the same data.
 MANY_EPOCHS = 20
+# Most seconds that one of several processes waits for room: the others wait for it.
+SEVERAL_S = 300.0
 
 # Errors that a program prints without a traceback. Programs that sample add
 # `experience.SAMPLING_ERRORS`. ValueError covers configuration, mesh, data and
@@ -184,7 +188,10 @@ class Run[Config: RunConfig]:
             self.directory,
             resume_step=resume_step,
             tracking=Tracking(
-                config.log, config.log_project, dataclasses.asdict(config)
+                config.log,
+                config.log_project,
+                dataclasses.asdict(config),
+                config.retries.trackers_s,
             ),
         )
 
@@ -237,6 +244,21 @@ class Run[Config: RunConfig]:
                 f"nothing is left to do: the run is at step {step}, and --steps is "
                 f"{steps}; give more to continue"
             )
+
+
+def waiting_for_room(
+    config: RunConfig, should_stop: Callable[[], bool]
+) -> AbstractContextManager[None]:
+    """Lets the writes of a run wait for room on a full disk (`files.patient`).
+
+    Args:
+        config: of the run.
+        should_stop: True ends a wait.
+    """
+    seconds = config.retries.disk_s
+    if processes.count() > 1:
+        seconds = min(seconds, SEVERAL_S)
+    return patient(Patience(seconds, should_stop))
 
 
 @contextmanager
@@ -381,9 +403,14 @@ def _with_initial[Config: RunConfig](
     initial, model = run.directory.path / INITIAL, run.model
     wanted = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     again = "the run begins again, with the same result, when it is started again"
-    if not processes.index() and free_bytes(initial) < wanted:
-        short = OSError(errno.ENOSPC, f"it takes about {wanted / 1e6:,.1f} MB")
-        raise named(short, initial, again)
+
+    def check() -> None:
+        if free_bytes(initial) < wanted:
+            short = OSError(errno.ENOSPC, f"it takes about {wanted / 1e6:,.1f} MB")
+            raise named(short, initial, again)
+
+    if not processes.index():
+        retried(check, initial)
     model = warm_start(run.config, model)
     # Write config.json first: a run with other options could resume from an `initial`
     # that stands alone.

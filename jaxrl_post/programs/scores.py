@@ -12,6 +12,7 @@ from jaxrl_post.losses.credit.baselines import pass_at_k_estimate
 from jaxrl_post.programs.intervals import interval_over_tasks
 from jaxrl_post.rollout.collector import FailedRolloutsError
 from jaxrl_post.rollout.episode import Episode, Group
+from jaxrl_post.rollout.metrics import failure_of
 
 __all__ = [
     "Scores",
@@ -121,23 +122,30 @@ def score(
     )
 
 
-def check_failed(episodes: Sequence[Episode], allowed: float, where: str) -> None:
+def check_failed(
+    episodes: Sequence[Episode], allowed: float, where: str, *, waited: float = 0.0
+) -> None:
     """Warns of episodes that failed; refuses more than are allowed.
 
     Args:
         episodes: of a step or an evaluation, at least one.
         allowed: share in [0, 1] that may fail, but never all.
         where: for messages.
+        waited: seconds in which they were rolled out again, >= 0.
 
     Raises:
         FailedRolloutsError: more failed.
     """
     failed = [e for e in episodes if e.reward is None]
-    share = len(failed) / len(episodes)
-    # If all failed there is nothing to train on, regardless of the allowed share.
-    if share > allowed or share == 1:
+    if _too_many(episodes, allowed):
+        away = sum(_is_away(e) for e in failed)
+        told = (
+            f"{away} of them since a server was away, after {waited:.0f} s of rolling "
+            "out again (--retries.judges-s)"
+        )
         raise FailedRolloutsError(
-            f"{where}: {len(failed)} of {len(episodes)} rollouts failed; "
+            f"{where}: {len(failed)} of {len(episodes)} rollouts failed"
+            f"{', ' + told if away else ''}; "
             f"--rollout.max-failed-share allows a share of {allowed:g}, and never "
             f"all of them. The first: {failed[0].error}"
         )
@@ -145,6 +153,29 @@ def check_failed(episodes: Sequence[Episode], allowed: float, where: str) -> Non
         _LOGGER.warning(
             "%s: %d of %d rollouts failed: %s", where, count, len(episodes), error
         )
+
+
+def lacks_server(episodes: Sequence[Episode], allowed: float) -> bool:
+    """Whether `check_failed` refuses them for those alone whose server was away.
+
+    Args:
+        episodes: of a step or an evaluation.
+        allowed: share in [0, 1] that may fail.
+    """
+    others = [e for e in episodes if not _is_away(e)]
+    return _too_many(episodes, allowed) and not _too_many(others, allowed)
+
+
+def _too_many(episodes: Sequence[Episode], allowed: float) -> bool:
+    if not episodes:
+        return False
+    share = sum(e.reward is None for e in episodes) / len(episodes)
+    # If all failed there is nothing to train on, regardless of the allowed share.
+    return share > allowed or share == 1
+
+
+def _is_away(episode: Episode) -> bool:
+    return episode.reward is None and failure_of(episode.error) == "unreachable"
 
 
 def _summary(error: str) -> str:

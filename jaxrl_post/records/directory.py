@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_post.files import make_folder, named, replace_file, sync, writing
+from jaxrl_post.files import (
+    make_folder,
+    named,
+    replace_file,
+    retried,
+    sync,
+    writing,
+)
 from jaxrl_post.jsonl import json_file
 from jaxrl_post.records.fingerprints import Fingerprint
 
@@ -310,11 +317,15 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = retried(self._opened, path)
+
+    def _opened(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        with writing(path, "what was there before is unchanged"):
-            make_folder(path.parent)
-            self._file = os.open(path, flags, 0o644)
-            sync(path.parent)
+        with writing(self._path, "what was there before is unchanged"):
+            make_folder(self._path.parent)
+            opened = os.open(self._path, flags, 0o644)
+            sync(self._path.parent)
+        return opened
 
     @property
     def size(self) -> int:
@@ -341,6 +352,9 @@ class AppendedFile:
         Raises:
             WriteError: the disk is full, or fails. What was there before is whole.
         """
+        retried(lambda: self._put(data, durable=durable), self._path)
+
+    def _put(self, data: bytes, *, durable: bool) -> None:
         start = self.size
         remaining = memoryview(data)
         try:

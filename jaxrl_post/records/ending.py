@@ -1,5 +1,6 @@
 """Records how a run ended, for a diagnosis afterwards."""
 
+import errno
 import json
 import time
 import traceback
@@ -8,8 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxrl_post.files import WriteError, replace_file
+from jaxrl_post.files import WriteError, is_full, patient, replace_file
 from jaxrl_post.jsonl import json_file
+from jaxrl_post.patience import Patience
 from jaxrl_post.records.directory import RunDirectory
 
 __all__ = ["Ending", "ending_recorded", "read_ending"]
@@ -51,7 +53,9 @@ def ending_recorded(directory: RunDirectory) -> Iterator[None]:
         yield
     except BaseException as error:
         cause = error.cause if isinstance(error, WriteError) else error
-        number = cause.errno if isinstance(cause, OSError) else None
+        number = errno.ENOSPC if is_full(error) else None
+        if isinstance(cause, OSError):
+            number = cause.errno
         frames = traceback.format_exception(error)[-MOST_FRAMES:]
         told = Ending(
             time.time(), type(error).__name__, str(error), number, tuple(frames)
@@ -64,8 +68,8 @@ def ending_recorded(directory: RunDirectory) -> Iterator[None]:
 def _write(directory: RunDirectory, ending: Ending) -> None:
     if not directory.config.exists():
         return
-    # On a full disk the run's own error matters more.
-    with suppress(OSError):
+    # On a full disk the run's own error matters more, which has waited for room.
+    with suppress(OSError), patient(Patience()):
         replace_file(directory.ending, json.dumps(asdict(ending), indent=2).encode())
 
 

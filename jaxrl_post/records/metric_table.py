@@ -32,7 +32,7 @@ MISMATCH = "mismatch/token_mult_prob_error"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 # Beginnings of the names of metrics that depend on the machine and its load: two equal
 # runs share all others.
-UNSTEADY = ("time/", "throughput/", "host/", "watch/")
+UNSTEADY = ("time/", "throughput/", "host/", "watch/", "retries/")
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ import numpy as np
 
 from jaxrl_post.rollout.episode import Episode, Group
 
-__all__ = ["rollout_metrics", "sampling_metrics"]
+__all__ = ["failure_of", "rollout_metrics", "sampling_metrics"]
 
 # How an episode fails: `envs.workers.interface.OutcomeKind` of its judgement, or where.
 FAILURES = (
-    "raised", "timeout", "invalid", "crashed", "ended", "sampler", "tools", "reply",
+    "raised", "unreachable", "timeout", "invalid", "crashed", "ended", "sampler",
+    "tools", "reply",
 )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def sampling_metrics(
             np.mean([has_spread(group) for group in sampled])
         ),
     }
-    failures = Counter(_failure(e.error) for e in episodes if e.reward is None)
+    failures = Counter(failure_of(e.error) for e in episodes if e.reward is None)
     metrics |= {f"rollout/failed/{k}": float(n) for k, n in failures.items()}
     if turns:
         ends = [episode.finish_reason for episode in episodes]
@@ -134,8 +135,12 @@ def _by_player(episode: Episode) -> dict[str, float]:
     return {name: each for name, each in found.items() if name and each is not None}
 
 
-def _failure(error: str) -> str:
-    """The kind of failure that `Episode.error` begins with."""
+def failure_of(error: str) -> str:
+    """The kind of failure that `Episode.error` begins with.
+
+    >>> failure_of("timeout: it took 11 s"), failure_of("no turns")
+    ('timeout', 'other')
+    """
     kind = error.partition(": ")[0]
     return kind if kind in FAILURES else "other"
 

@@ -89,7 +89,7 @@ def test_another_worker_answers(pool_of):
 def test_a_request_that_loses_three_workers_fails(pool_of):
     pool = pool_of(Mortal(losses=3))
     outcome = submit(pool).result(PATIENCE_S)
-    assert outcome.kind == "crashed"
+    assert outcome.kind == "unreachable"
     assert outcome.error == "it lost 3 workers, the last one so: the node died"
     assert submit(pool).result(PATIENCE_S).kind == "ok"
 
@@ -98,7 +98,7 @@ def test_an_agent_is_not_run_again(pool_of):
     """Its episode has recorded what the lost one was served."""
     pool = pool_of(Mortal(losses=1), environment=Nim())
     outcome = submit(pool, (0, 0)).result(PATIENCE_S)
-    assert outcome.kind == "crashed"
+    assert outcome.kind == "unreachable"
     assert outcome.error == "it lost its worker: the node died"
     assert submit(pool, (0, 1)).result(PATIENCE_S).kind == "ok"
 
@@ -129,7 +129,7 @@ def test_the_end_of_a_session_is_not_sent_to_another_worker(pool_of, scripted):
 def test_a_pool_without_room_says_so(pool_of):
     pool = pool_of(Mortal(losses=1, rooms=1), start_timeout_s=0.2)
     outcome = submit(pool).result(PATIENCE_S)
-    assert outcome.kind == "crashed"
+    assert outcome.kind == "unreachable"
     assert outcome.error == "no worker is left: no node has room"
 
 

@@ -22,6 +22,7 @@ from jaxrl_post.config.offline import PairsConfig, PreferenceConfig
 from jaxrl_post.config.run import (
     CheckpointConfig,
     EvalConfig,
+    RetriesConfig,
     UpdateConfig,
     WarmStartConfig,
 )
@@ -372,13 +373,14 @@ def test_a_disk_without_room_for_the_initial_model_is_found_before_the_warm_star
     done, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(9e9, 9e9, 7e4))
+    ours = dataclasses.replace(fresh(done, tmp_path), retries=RetriesConfig(disk_s=0))
     with pytest.raises(
         OSError,
         match=r"it takes about \d\.\d MB; the run begins again, with the same result, "
         r"when it is started again; 0\.1 MB are free; free space there, and run the "
         r"same command again: '.*fresh/initial'",
     ):
-        go_on(fresh(done, tmp_path))
+        go_on(ours)
     assert [each.name for each in (tmp_path / "fresh").iterdir()] == ["checkpoints"]
 
 

@@ -24,7 +24,12 @@ from jaxrl_post.config.evaluate import EvaluateConfig
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
+from jaxrl_post.config.run import (
+    CheckpointConfig,
+    EvalConfig,
+    RetriesConfig,
+    UpdateConfig,
+)
 from jaxrl_post.learner.checkpoint import CheckpointError
 from jaxrl_post.learner.learner import DivergenceError
 from jaxrl_post.learner.model import save_model
@@ -240,7 +245,9 @@ def test_a_full_disk_is_found_before_a_step_is_taken(copied, monkeypatch):
         match=rf"^checkpoint: a checkpoint could not be written to .*: one takes about "
         rf"0\.\d MB, and 0\.0 MB are free\. Step {LAST} is whole; free space",
     ):
-        go_on(dataclasses.replace(copied, steps=LAST + 1))
+        go_on(
+            dataclasses.replace(copied, steps=LAST + 1, retries=RetriesConfig(disk_s=0))
+        )
     assert steps_of(copied) == list(range(LAST + 1))
     # Where nothing is left to do, nothing is saved but the model.
     assert go_on(copied)[0].completed

@@ -151,6 +151,93 @@ def test_a_tracker_that_fails_is_left_alone(service, tmp_path, caplog, fails, st
     assert len(list(read_rows(RunDirectory(tmp_path).metrics))) == 2
 
 
+def test_a_tracker_that_is_away_gets_its_rows_when_it_is_back(
+    service, tmp_path, caplog
+):
+    tracking, times = Tracking(("wandb",), retry_s=100.0), iter(range(0, 900, 30))
+    directory = RunDirectory(tmp_path)
+    told = tmp_path / "wandb.json"
+    with MetricsLog(directory, tracking=tracking, clock=lambda: next(times)) as log:
+        log.write(0, {"loss": 1.0})
+        service.fails = "log"
+        for step in (1, 2, 3):
+            log.write(step, {"loss": 1.0 / step})
+            assert json.loads(told.read_text())["step"] == 0
+        service.fails = None
+        log.write(4, {"loss": 0.25})
+        # It fails for less than the budget again.
+        service.fails = "log"
+        log.write(5, {"loss": 0.2})
+        service.fails = None
+        log.write(6, {"loss": float("nan")})
+    assert service.steps == list(range(7))
+    assert service.rows[3] == (3, {"loss": 1.0 / 3})
+    assert json.loads(told.read_text())["step"] == 6
+    first, again, second, back = (each.getMessage() for each in caplog.records)
+    assert first == (
+        "--log wandb: the service is away; the rows from step 1 on are kept, and sent "
+        "again for up to 100 s (--retries.trackers-s)"
+    )
+    assert again == (
+        "--log wandb: works again at step 4; 3 rows before it were sent now, 0 were "
+        "dropped"
+    )
+    assert "from step 5 on" in second
+    assert "1 rows before it" in back
+
+
+def test_a_tracker_that_stays_away_is_given_up(service, tmp_path, caplog):
+    tracking, times = Tracking(("wandb",), retry_s=60.0), iter(range(0, 900, 30))
+    directory = RunDirectory(tmp_path)
+    service.fails, tries = "log", []
+    log_of = service.log
+    service.log = lambda *row, **step: (tries.append(row), log_of(*row, **step))
+    with MetricsLog(directory, tracking=tracking, clock=lambda: next(times)) as log:
+        for step in range(6):
+            log.write(step, {"loss": 1.0})
+    assert len(tries) == 3
+    assert caplog.records[-1].getMessage() == (
+        "--log wandb: the service is away; it is told nothing more, and metrics.jsonl "
+        "has everything"
+    )
+    assert len(caplog.records) == 2
+    # A process that resumes the run sends what this one could not.
+    service.fails = None
+    write(tmp_path, range(6, 7), "wandb", resume_step=5)
+    assert service.steps == list(range(7))
+
+
+def test_too_many_rows_that_wait_lose_the_oldest(
+    service, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("jaxrl_post.records.trackers.MOST_UNSENT", 3)
+    tracking, directory = Tracking(("wandb",), retry_s=1e9), RunDirectory(tmp_path)
+    service.fails = "log"
+    with MetricsLog(directory, tracking=tracking) as log:
+        for step in range(6):
+            log.write(step, {"loss": 1.0})
+        service.fails = None
+        log.write(6, {"loss": 1.0})
+    assert service.steps == [4, 5, 6]
+    assert "2 rows before it were sent now, 4 were dropped" in caplog.text
+
+
+def test_rows_after_the_checkpoint_are_not_sent_by_the_process_that_resumes(
+    service, tmp_path
+):
+    tracking, directory = Tracking(("wandb",), retry_s=1e9), RunDirectory(tmp_path)
+    with MetricsLog(directory, tracking=tracking) as log:
+        log.write(0, {"loss": 1.0})
+        service.fails = "log"
+        for step in range(1, 6):
+            log.write(step, {"loss": 1.0})
+    service.fails = None
+    # Killed after step 5; its last checkpoint is of step 3.
+    write(tmp_path, range(4, 8), "wandb", resume_step=3)
+    assert service.steps == list(range(8))
+    assert service.rows[4] == (4, {"loss": 0.2})
+
+
 def test_a_tracker_that_does_not_open_ends_a_run_before_it_begins(service, tmp_path):
     service.fails = "init"
     with pytest.raises(ConfigError, match=r"^--log wandb: no API key configured$"):

@@ -186,6 +186,7 @@ def test_a_bound_may_be_an_option():
         assert raised(watched, [row]) == expected
 
 
+RETRIED = ["full-disk", "away-server"]
 CUT = "rollout/truncated_fraction"
 
 
@@ -204,6 +205,8 @@ CUT = "rollout/truncated_fraction"
         ),
         ([{"rollout/failed/timeout": 3.0}] * 5, ["failed-judgements"]),
         ([{"host/disk_checkpoints": 1.5}], ["disk-room"]),
+        ([{"retries/disk_s": 59.0, "retries/judges_s": 60.0}], []),
+        ([{"retries/disk_s": 61.0}, {"retries/judges_s": 61.0}], RETRIED),
         (
             [{"reference/changed": 0.0}, {"reference/changed": 1.0}],
             ["reference-changed"],

@@ -22,9 +22,11 @@ from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.run import (
     CheckpointConfig,
     EvalConfig,
+    RetriesConfig,
     UpdateConfig,
     WatchConfig,
 )
+from jaxrl_post.learner.checkpoint import CheckpointError
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.online import run_rl
 from jaxrl_post.programs.watching.diagnosis import diagnosed, read_case
@@ -151,6 +153,18 @@ def test_a_full_disk(base, tmp_path, monkeypatch):
     kind, cause = first_line(config.run_dir)
     assert kind == "full-disk"
     assert "after step 2" in cause
+
+
+def test_a_disk_without_room_for_a_checkpoint(base, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    config = placed(base, tmp_path)
+    config = dataclasses.replace(config, retries=RetriesConfig(disk_s=0.01))
+    with pytest.raises(CheckpointError, match="could not be written"):
+        sft(config)
+    kind, cause = first_line(config.run_dir)
+    assert kind == "full-disk"
+    assert "the checkpoint of step 1 could not be written" in cause
 
 
 def test_a_full_disk_that_took_no_word_of_the_end(whole, tmp_path, monkeypatch):
@@ -304,10 +318,15 @@ ENVIRONMENTS = """
 import dataclasses, time
 import coin
 from jaxrl_post.envs import Step
+from jaxrl_post.envs.servers import ServerAwayError
 
 class Raises(coin.Coin):
     name = "raises"
     def step(self, task, conversation): raise ValueError("the grader has a fault")
+
+class Away(coin.Coin):
+    name = "away"
+    def step(self, task, conversation): raise ServerAwayError("http://judge: refused")
 
 class Hangs(coin.Coin):
     name = "hangs"
@@ -334,6 +353,16 @@ def test_a_judge_that_raises_and_one_that_hangs(model, broken, tmp_path):
     found = diagnosed(read_case(RunDirectory(Path(config.run_dir))))
     assert found.kind in ("failed-judgements", "stuck-rollouts")
     assert any("timeout" in line for line in found.evidence)
+
+
+def test_a_judge_that_is_away_for_longer_than_the_budget(model, broken, tmp_path):
+    config = rl(model, tmp_path, "broken_coins:Away")
+    config = dataclasses.replace(config, retries=RetriesConfig(judges_s=0.01))
+    with pytest.raises(RuntimeError, match=r"unreachable: http://judge: refused"):
+        run_rl(config, console=Console(file=io.StringIO()), command="")
+    kind, cause = first_line(config.run_dir)
+    assert kind == "away-server"
+    assert "away until --retries.judges-s was used up" in cause
 
 
 def test_answers_that_never_end_are_a_matter_of_the_template(model, tmp_path):

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_post.envs.json_server import JsonServer, Reply, require_http
-from jaxrl_post.envs.servers import Retries, ServerError, UnreachableError
+from jaxrl_post.envs.servers import (
+    Retries,
+    ServerAwayError,
+    ServerError,
+    UnreachableError,
+)
 
 __all__ = ["ChatEndpoint", "JudgeError"]
 
@@ -29,6 +34,10 @@ _MOST_KEPT = 10_000
 
 class JudgeError(ServerError):
     """There is no verdict: the judge gave no answer, or none that can be read."""
+
+
+class JudgeAwayError(JudgeError, ServerAwayError):
+    """The judge's server was away, or too busy, for all the time of a question."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,8 @@ class ChatEndpoint:
         try:
             reply = Retries(max(round(until - time.monotonic(), 1), 0.1))(attempt)
         except ServerError as error:
-            raise JudgeError(f"the judge gave no answer: {error}") from error
+            kind = JudgeAwayError if isinstance(error, ServerAwayError) else JudgeError
+            raise kind(f"the judge gave no answer: {error}") from error
         finally:
             server.close()
         if reply.status >= 400:

@@ -12,6 +12,7 @@ from jaxrl_post.envs.workers.wire import decode_step, encode_step
 __all__ = [
     "Judgement",
     "MakeWorker",
+    "OutcomeKind",
     "Worker",
     "WorkerLostError",
     "WorkerSettings",
@@ -20,7 +21,9 @@ __all__ = [
     "encode_outcome",
 ]
 
-type OutcomeKind = Literal["ok", "raised", "timeout", "invalid", "crashed", "ended"]
+type OutcomeKind = Literal[
+    "ok", "raised", "unreachable", "timeout", "invalid", "crashed", "ended"
+]
 
 
 class WorkerStartError(RuntimeError):
@@ -41,10 +44,11 @@ class Judgement:
     Args:
         step: the step if `kind` is "ok", else None.
         error: the error message; None if `kind` is "ok" or "ended".
-        kind: "ok"; "raised" (step raised); "invalid" (step returned no `Step`, or a
-            number that is not finite); "timeout" (the deadline passed); "crashed" (the
-            process died, or could not be started again); "ended" (a session was closed,
-            no turn was answered).
+        kind: "ok"; "raised" (step raised); "unreachable" (a server that step asks, or
+            the machine of its worker, was away); "invalid" (step returned no `Step`, or
+            a number that is not finite); "timeout" (the deadline passed); "crashed"
+            (the process died, or could not be started again); "ended" (a session was
+            closed, no turn was answered).
         seconds: time from sending the request to the worker until the result.
 
     >>> Judgement(Step(1.0, done=True), None, "ok", 0.01).kind

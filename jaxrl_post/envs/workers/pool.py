@@ -25,6 +25,7 @@ from jaxrl_post.envs.env import (
 from jaxrl_post.envs.workers.interface import (
     Judgement,
     MakeWorker,
+    OutcomeKind,
     WorkerLostError,
     WorkerSettings,
     WorkerStartError,
@@ -280,7 +281,7 @@ class WorkerPool:
         if job.losses == self._most_losses:
             workers = f"{job.losses} workers, the last one so"
             lost = "its worker" if job.losses == 1 else workers
-            job.fail(f"it lost {lost}: {error}")
+            job.fail(f"it lost {lost}: {error}", "unreachable")
         elif not self._jobs.put(job):
             job.fail(f"the worker pool was closed, and the worker was lost: {error}")
 
@@ -309,7 +310,7 @@ class WorkerPool:
         if not self._any_alive() and dead_s >= self._start_timeout_s:
             while (job := self._jobs.unassigned()) is not None:
                 if job.begin():
-                    job.fail(f"no worker is left: {error}")
+                    job.fail(f"no worker is left: {error}", "unreachable")
         self._closing.wait(_LOST_WAIT_S)
 
     def _any_alive(self) -> bool:
@@ -339,9 +340,9 @@ class _Job:
         # A future is set running only once; after a loss it is running already.
         return self.losses > 0 or self.future.set_running_or_notify_cancel()
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: str, kind: OutcomeKind = "crashed") -> None:
         """Resolves the future of a job that was begun."""
-        self.future.set_result(Judgement(None, error, "crashed", 0.0))
+        self.future.set_result(Judgement(None, error, kind, 0.0))
 
     def drop(self, reason: str) -> None:
         """Cancels the future; if the job was begun, fails it."""

@@ -208,7 +208,7 @@ def _outcome(reply: Reply, seconds: float) -> Judgement:
             return Judgement(decode_step(reply["step"]), None, "ok", seconds)
         case "ended":
             return Judgement(None, None, "ended", seconds)
-        case "raised" | "invalid" as kind:
+        case "raised" | "unreachable" | "invalid" as kind:
             return Judgement(None, str(reply["error"]), kind, seconds)
         case kind:
             raise ValueError(f"unknown kind {kind!r}")

@@ -22,6 +22,7 @@ from pathlib import Path
 from jaxrl_post.envs import scratch
 from jaxrl_post.envs.env import Environment, NeedsPreparation
 from jaxrl_post.envs.real_number import NumberError
+from jaxrl_post.envs.servers import ServerAwayError, UnreachableError
 from jaxrl_post.envs.workers.child import ignore_stop_signals, take_connection
 from jaxrl_post.envs.workers.sessions import Sessions
 from jaxrl_post.envs.workers.wire import Ask, Reply, encode_step
@@ -124,6 +125,9 @@ def _answer(name: str, sessions: Sessions, request: bytes) -> Reply:
         step = sessions.step(ask.session, ask.task, ask.conversation)
     except NumberError as error:
         return {"kind": "invalid", "error": f"{name}: {error}"}
+    except (ServerAwayError, UnreachableError) as error:
+        # Its message names the server; where it was asked is no matter.
+        return {"kind": "unreachable", "error": str(error)[:_LONGEST_ERROR]}
     # The boundary of the process: a bad reward function must not end the run, not even
     # with SystemExit. The pool reports the text.
     except BaseException as error:

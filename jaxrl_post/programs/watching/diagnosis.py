@@ -285,6 +285,15 @@ ERRORS: Mapping[str, tuple[str, str, str]] = {
         "Fewer --rollout.reward-workers, or a larger machine.",
     ),
 }
+# Words in the message of failed rollouts whose server was away, and what is told then.
+AWAY = "since a server was away"
+LACKING = (
+    "away-server",
+    "a server that judges was away until --retries.judges-s was used up, or the run "
+    "was told to stop",
+    "Look at the judge's host, and start the same command again when it is back; a "
+    "larger --retries.judges-s waits longer.",
+)
 # Words in the message of a refused start, and the kind of its cause.
 REFUSED = (
     ("template", "wrong-template"),
@@ -321,6 +330,8 @@ def _ended_by_error(case: Case) -> Diagnosis | None:
         return Diagnosis(kind, cause, evidence, f"{remedy[0].upper()}{remedy[1:]}.")
     if ending.error in ERRORS:
         kind, sentence, remedy = ERRORS[ending.error]
+        if ending.error == "FailedRolloutsError" and AWAY in ending.told:
+            kind, sentence, remedy = LACKING
         cause = f"{kind}: {sentence}, after step {case.step}"
         alarm = _leading(case)
         if kind == "mismatch" and alarm is not None and alarm["rule"] not in GENERAL:

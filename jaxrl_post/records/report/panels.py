@@ -249,6 +249,7 @@ STACKS = {
             "rollout/failed/*, per step, mean of the steps with any",
             (
                 ("rollout/failed/raised", "raised"),
+                ("rollout/failed/unreachable", "unreachable"),
                 ("rollout/failed/timeout", "time out"),
                 ("rollout/failed/crashed", "crashed"),
                 ("rollout/failed/invalid", "invalid"),
@@ -314,4 +315,6 @@ MACHINE = (
     Panel("host/memory_share", "Memory taken", notation.percent, width="half"),
     Panel("host/disk_free_bytes", "Free on the disk", width="half"),
     Panel("host/disk_checkpoints", "Room for checkpoints", width="half"),
+    Panel("retries/disk_s", "Waits for room on the disk", width="half"),
+    Panel("retries/judges_s", "Waits for servers", width="half"),
 )
