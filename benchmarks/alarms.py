@@ -148,9 +148,9 @@ def _run(
 
 
 def _done(config: RLConfig) -> tuple[list[dict[str, Any]], int] | None:
-    """What `_run` returned of a run that an earlier call with --folder has done.
+    """Reads the alarms and the last step of a run that an earlier call has done.
 
-    Runs of hours can so be counted in several calls; the rules are those of each call.
+    Runs that take hours can so be counted in several calls with the same --folder.
     """
     assert config.run_dir is not None
     directory = RunDirectory(Path(config.run_dir))
