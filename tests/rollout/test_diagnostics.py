@@ -73,7 +73,7 @@ def test_a_critic_that_is_right_lies_on_the_line():
     assert means["value"] == pytest.approx(means["return"])
     assert means["value"] == sorted(means["value"])
     assert len(means["value"]) == 10
-    wrong = made.replace(returns=1 - made.returns)
+    wrong = made.replace(returns=np.array([1 - values], np.float32))
     means = diagnostics([wrong])["calibration"]
     sums = np.add(means["return"], means["value"])
     assert sums == pytest.approx(np.ones(10), abs=2e-6)
