@@ -20,12 +20,13 @@ class ReportConfig:
             options that differ, and paired tests of their last evaluations against the
             first run's.
         title: heading of the page; None for the directories' names.
-        output: the page of several runs.
+        output: the page, a file whose name ends in .html; None for report.html in the
+            directory of one run, and for comparison.html here of several.
     """
 
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     title: str | None = None
-    output: str = "comparison.html"
+    output: str | None = None
 
 
 def report(config: ReportConfig, *, console: Console, command: str = "") -> None:
@@ -44,10 +45,16 @@ def report(config: ReportConfig, *, console: Console, command: str = "") -> None
                 f"run_dirs: {directory.path} is no run directory, it has no "
                 f"{directory.metrics.name}; give the --run-dir of a run"
             )
+    output = None if config.output is None else Path(config.output)
+    if output is not None and output.suffix != ".html":
+        raise ValueError(
+            f"--output: must end in .html, as it is replaced by the page; got {output}"
+        )
     if len(directories) == 1:
-        path = write_report(directories[0], title=config.title)
+        path = write_report(directories[0], output, title=config.title)
     else:
-        path = write_comparison(directories, Path(config.output), title=config.title)
+        output = output or Path("comparison.html")
+        path = write_comparison(directories, output, title=config.title)
     console.print(f"report: {path}", markup=False, highlight=False)
 
 

@@ -7,6 +7,8 @@ from jaxrl_post.records.directory import JsonLines, RunDirectory, read_rows
 
 __all__ = ["AlarmLog", "read_alarms"]
 
+TEXTS = dict.fromkeys(("action", "means", "causes", "look", "evidence"), "")
+
 
 class AlarmLog:
     """Writes alarms to alarms.jsonl, one `watch.alarms.Alarm` per line.
@@ -49,7 +51,18 @@ class AlarmLog:
 def read_alarms(directory: RunDirectory) -> list[dict[str, Any]]:
     """Returns the rows of alarms.jsonl; none if the run has no such file.
 
+    Texts that a row of another version lacks are empty.
+
     Raises:
         ValueError: the file was damaged.
     """
-    return [*read_rows(directory.alarms)] if directory.alarms.exists() else []
+    if not directory.alarms.exists():
+        return []
+    rows = [*read_rows(directory.alarms)]
+    for row in rows:
+        if not isinstance(row.get("rule"), str):
+            raise ValueError(
+                f"{directory.alarms}: the row of step {row['step']} has no rule; "
+                "remove the line, or restore the file"
+            )
+    return [{**TEXTS, "first": row["step"], **row} for row in rows]

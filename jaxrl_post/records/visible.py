@@ -13,7 +13,7 @@ __all__ = ["VisibleConsole", "visible"]
 # control pictures, and the numbers of those that have none. Among them are those that
 # turn text around, so that a call could seem to have other arguments, and those that
 # are not seen, except the joiners that some scripts and emojis are written with.
-_HIDDEN = {"Cc", "Cf", "Zl", "Zp"}
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _SEEN = "\t\n\u200c\u200d"
 
 

@@ -85,7 +85,7 @@ WATCHING = [
     Fault(
         "a page elsewhere can read the page of a run",
         "programs/watching/live.py::guards",
-        "host not in loopback",
+        "not loopback",
         "True",
         "watch/test_live.py",
     ),

@@ -90,6 +90,14 @@ def test_other_prompts_and_failed_judgements_are_told(tmp_path):
     assert compare_evaluations(first, none).steps is None
 
 
+def test_tasks_of_one_evaluation_alone_are_told(tmp_path):
+    metrics = {1: {"reward/mean": 0.5}}
+    first = run(tmp_path / "a", metrics, [(1, {"1": 1.0, "2": 1.0, "3": 0.0})])
+    second = run(tmp_path / "b", metrics, [(1, {"1": 1.0, "4": 0.0})])
+    found = compare_evaluations(first, second)
+    assert found.notes == ("3 tasks are in one of the two evaluations alone",)
+
+
 def test_page_has_curves_options_and_tests(two, tmp_path):
     page = write_comparison(two, tmp_path / "page.html").read_text()
     # The names tell the runs apart.
@@ -124,6 +132,16 @@ def test_runs_are_named_if_they_cannot_be_compared(tmp_path, two, capsys):
     assert report.main([str(two[0].path), missing]) == 1
     assert f"{missing} is no run directory" in capsys.readouterr().out.replace("\n", "")
     assert report.main([]) == 1
+
+
+def test_only_pages_are_replaced(tmp_path, two, capsys):
+    path, taken = str(two[0].path), tmp_path / "metrics.jsonl"
+    assert report.main([path, path, "--output", str(taken)]) == 1
+    assert "--output: must end in .html" in capsys.readouterr().out
+    assert not taken.exists()
+    page = tmp_path / "one.html"
+    assert report.main([path, "--output", str(page)]) == 0
+    assert "<h3>Reward</h3>" in page.read_text()
 
 
 def test_program_writes_the_page(tmp_path, two, capsys, monkeypatch):

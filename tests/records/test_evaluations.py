@@ -43,7 +43,18 @@ def test_rewards_and_prompts_by_task(directory):
     assert second.prompts == {"1": prompt_digest("prompt of 1")}
 
 
-@pytest.mark.parametrize("tasks", [None, [], {"a": 1}, {"a": ["x"]}])
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        None,
+        [],
+        {"a": 1},
+        {"a": ["x"]},
+        {"a": "xy"},
+        {"a": ["x", "1.0"]},
+        {"a": ["x", math.nan]},
+    ],
+)
 def test_a_damaged_row_is_refused(directory, tasks):
     directory.evaluations.write_text(json.dumps({"step": 3, "tasks": tasks}) + "\n")
     with pytest.raises(ValueError, match="the row of step 3 is no evaluation"):

@@ -602,7 +602,7 @@ def test_control_characters_and_lone_surrogates_are_shown(directory):
     wild = "a\x00b\x1b[31mc\ud800d\te\nf\u200fg"
     log_samples(directory, {1: [sample(1, "t", completion=wild)]})
     _, page = read(directory)
-    assert "a␀b␛[31mc?d\te\nf[U+200F]g" in page.words
+    assert "a␀b␛[31mc[U+D800]d\te\nf[U+200F]g" in page.words
 
 
 def test_size_of_a_long_run(directory):

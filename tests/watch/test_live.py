@@ -17,6 +17,7 @@ pytest.importorskip("starlette")
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.evaluate import LiveConfig, check_live
+from jaxrl_post.programs.watching import live as module
 from jaxrl_post.programs.watching.live import guards, live_routes, run_live
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
@@ -162,6 +163,9 @@ def test_state_figures_samples_and_comparison(url):
         ("/figures?id=a&first=5&last=2", 400),
         ("/figures?id=a&first=nan&last=2", 400),
         ("/figures?id=a&first=1&last=inf", 400),
+        ("/figures?" + "&".join(f"id={n}" for n in range(25)), 400),
+        ("/figures?" + "&".join(["id=a"] * 500), 200),
+        ("/sample?offset=0&generation=7", 404),
         ("/samples?order=best", 400),
         ("/samples?split=test", 400),
         ("/samples?reward_low=high", 400),
@@ -188,11 +192,40 @@ def test_requests_under_a_foreign_name_are_refused(url):
     assert "answer" not in text
 
 
+@pytest.mark.parametrize(
+    ("host", "guarded"),
+    [
+        ("localhost", True), ("127.0.0.1", True), ("127.0.0.2", True), ("::1", True),
+        ("0.0.0.0", False), ("10.0.0.7", False), ("a-machine", False),
+    ],
+)  # fmt: skip
+def test_names_are_checked_on_every_loopback_address(host, guarded):
+    found = guards(host)
+    assert bool(found) == guarded
+    assert not found or host in found[0].kwargs["allowed_hosts"]
+
+
+def test_an_error_while_reading_is_told_and_reading_continues(directory, monkeypatch):
+    errors = iter([RuntimeError("odd")])
+
+    def advance(run, then=module.LiveRun.advance):
+        for error in errors:
+            raise error
+        return then(run)
+
+    monkeypatch.setattr(module.LiveRun, "advance", advance)
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    with served(directory) as url:
+        state = read_whole(url)
+    assert state["faults"] == ["the logs cannot be read on: RuntimeError('odd')"]
+
+
 def test_options_that_make_no_sense_are_refused(tmp_path, url):
     with pytest.raises(ConfigError, match="--listen: must be HOST:PORT"):
         check_live(LiveConfig("x", listen="8070"))
-    with pytest.raises(ConfigError, match="there is no directory"):
-        run_live(LiveConfig(str(tmp_path / "none")), console=None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no directory"):
+        run_live(LiveConfig(str(tmp_path / "file")), console=None)
     taken = url.removeprefix("http://")
     with pytest.raises(ConfigError, match=f"--listen: cannot listen on {taken}"):
         run_live(LiveConfig(str(tmp_path), listen=taken), console=None)

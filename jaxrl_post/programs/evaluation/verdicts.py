@@ -1,7 +1,7 @@
 """Verdicts on an evaluation: its constraints, and a comparison with a baseline."""
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,14 +147,22 @@ class Baseline:
             tasks: the hashes of the prompts of each part.
 
         Raises:
-            ConfigError: no part has a name of the baseline's, or none of a part's tasks
-                is in the baseline.
+            ConfigError: a part of the baseline is missing, or none of a part's tasks is
+                in the baseline.
         """
         common = [name for name in tasks if name in self.by_task]
         if not common:
             raise ConfigError(
                 f"--against: {self.file} has {_named(self.by_task)}, and this "
                 f"evaluation has {_named(tasks)}; compare results of the same suite"
+            )
+        missing = [name for name in self.by_task if name not in tasks]
+        if missing:
+            # Under another name, or left out, it might have regressed unseen.
+            raise ConfigError(
+                f"--against: {self.file} has {_named(missing)}, and this evaluation "
+                f"has {_named(tasks)}; evaluate what is missing too, or take results "
+                "of the same suite as the baseline"
             )
         for name in common:
             if not self.by_task[name].keys() & {*tasks[name]}:
@@ -166,14 +174,11 @@ class Baseline:
                 )
 
     def alone(self, parts: Collection[str]) -> Iterator[str]:
-        """Yields a line for each part that only one of the two has.
+        """Yields a line for each part that the baseline lacks.
 
         Args:
             parts: the names of the parts that are evaluated.
         """
-        for name in self.by_task:
-            if name not in parts:
-                yield f"part {name} of {self.file} was not evaluated"
         for name in parts:
             if name not in self.by_task:
                 yield f"part {name} is not in {self.file}, so it is not compared"
@@ -211,7 +216,13 @@ def read_baseline(file: str) -> Baseline:
             "results of earlier versions lack it: evaluate the baseline again with "
             "--output, and give that file"
         )
-    named = {row.get("name", ""): row for row in rows}
+    names = [row.get("name", "") for row in rows]
+    if len({*names}) < len(names):
+        raise ConfigError(
+            f"--against: {file} has two parts of one name, in {_named(names)}; it was "
+            "changed by hand: evaluate the baseline again with --output"
+        )
+    named = dict(zip(names, rows, strict=True))
     return Baseline(
         file,
         {name: row["by_task"] for name, row in named.items()},
@@ -281,6 +292,6 @@ def _has_scores(row: Any) -> bool:
     )
 
 
-def _named(parts: Mapping[str, Any]) -> str:
+def _named(parts: Iterable[str]) -> str:
     names = ", ".join(name for name in parts if name)
     return f"the parts {names}" if names else "no suite"

@@ -31,8 +31,6 @@ BEFORE = 50
 FULL = 16 * 2**20
 # A step counts as stuck after so many times the median step, and so many seconds.
 STUCK, STUCK_S = 20, 60.0
-# Values of a row of alarms.jsonl that lacks them.
-ALARM = dict.fromkeys(("rule", "action", "means", "causes", "look", "evidence"), "")
 # Rules that tell a consequence, to which a rule that tells a cause is preferred if its
 # alarm begins within so many steps.
 GENERAL = ("mismatch", "mismatch-kl", "off-policy", "effective-samples", "not-finite")
@@ -147,11 +145,6 @@ def read_case(directory: RunDirectory) -> Case:
             raise ValueError(f"it must be an object; got {found!r:.80}")
         return found
 
-    def alarms() -> list[Mapping[str, Any]]:
-        rows = read_alarms(directory)
-        found = ({**ALARM, "first": row["step"], **row} for row in rows)
-        return [*found]
-
     checkpoints = directory.path / "checkpoints"
     saved = [each for each in checkpoints.glob("[0-9]*") if each.name.isdecimal()]
     damage = {
@@ -162,7 +155,7 @@ def read_case(directory: RunDirectory) -> Case:
         directory=directory,
         description=read(directory.config, described, {}),
         rows=read(directory.metrics, metrics, []),
-        alarms=read(directory.alarms, alarms, []),
+        alarms=read(directory.alarms, lambda: read_alarms(directory), []),
         samples=read(
             directory.samples,
             lambda: last_rows(directory.samples, SAMPLES, SAMPLE_BYTES),

@@ -1,6 +1,8 @@
 """Serves a page that follows a run, for `launch.watch` and `--watch.listen`."""
 
 import contextlib
+import ipaddress
+import json
 import logging
 import math
 import threading
@@ -27,6 +29,9 @@ _LOGGER = logging.getLogger(__name__)
 USUAL = ("127.0.0.1", 8070)
 # Seconds between two looks at the files.
 LOOK_S = 0.5
+# Seconds until the files are read again after an error, and for the last look to end.
+PAUSE_S, END_S = 10.0, 5.0
+MOST_FIGURES = 24
 SCRIPTS = ("plotly-basic.min.js", "paint.js", "live.js")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -45,7 +50,7 @@ def run_live(config: LiveConfig, *, console: Console, command: str = "") -> None
         command: not used.
 
     Raises:
-        ConfigError: it is no directory of a run, the address is taken, or the extra
+        ConfigError: it is no directory, the address is taken, or the extra
             serve is not installed.
     """
     del command
@@ -58,11 +63,13 @@ def run_live(config: LiveConfig, *, console: Console, command: str = "") -> None
         ) from error
 
     directory = RunDirectory(Path(config.run_dir))
-    if not directory.path.is_dir():
+    if directory.path.exists() and not directory.path.is_dir():
         raise ConfigError(
-            f"run_dir: there is no directory {config.run_dir}; give the --run-dir of a "
-            "run, which may have begun just now"
+            f"run_dir: {config.run_dir} is no directory; give the --run-dir of a run"
         )
+    if not directory.path.exists():
+        told = f"there is no {config.run_dir} yet; the page waits for the run to begin"
+        console.print(told, markup=False, style="yellow")
     address = config.address
     with contextlib.ExitStack() as stack:
         routes = stack.enter_context(live_routes(directory, at_once=True))
@@ -89,7 +96,7 @@ def _served(
         if address is not None:
             raise ConfigError(
                 f"--listen: cannot listen on {host}:{port}: {error}; choose another "
-                "port, or 0 for a free one"
+                "address; port 0 takes a free one"
             ) from error
         return stack.enter_context(serving(app, host, 0, name="page"))[0]
 
@@ -106,10 +113,14 @@ def guards(host: str) -> list[Any]:
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    loopback = ["localhost", "127.0.0.1", "::1"]
-    if host not in loopback:
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
         return []
-    return [Middleware(TrustedHostMiddleware, allowed_hosts=[*loopback, "[::1]"])]
+    names = ["localhost", "127.0.0.1", "[::1]", host]
+    return [Middleware(TrustedHostMiddleware, allowed_hosts=names)]
 
 
 @contextlib.contextmanager
@@ -134,10 +145,12 @@ def live_routes(
         while not ended.is_set():
             try:
                 more = run.advance()
-            except Exception:
-                # The page stays, and shows what was read before.
-                _LOGGER.exception("the page of the run reads no further")
-                return
+            except Exception as error:
+                # The page stays, and says so.
+                _LOGGER.exception("the page of the run cannot read on")
+                run.tell("reading", f"the logs cannot be read on: {error!r}")
+                ended.wait(PAUSE_S)
+                continue
             ended.wait(0 if more else LOOK_S)
 
     thread = threading.Thread(target=follow, name="follow", daemon=True)
@@ -147,13 +160,13 @@ def live_routes(
     finally:
         ended.set()
         asked.set()
-        thread.join()
+        thread.join(END_S)
 
 
 def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
 
     page = _page()
@@ -173,7 +186,10 @@ def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
             if not (math.isfinite(first) and math.isfinite(last) and first <= last):
                 raise HTTPException(400, "first and last must be steps, in this order")
             span = (math.floor(first), math.ceil(last))
-        drawn = {each: run.figure(each, span) for each in given.getlist("id")}
+        names = dict.fromkeys(given.getlist("id"))
+        if len(names) > MOST_FIGURES:
+            raise HTTPException(400, f"at most {MOST_FIGURES} figures at a time")
+        drawn = {each: run.figure(each, span) for each in names}
         return answer({name: figure for name, figure in drawn.items() if figure})
 
     def samples(request: Request) -> Response:
@@ -185,8 +201,9 @@ def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
         return answer(run.find(query, _number(given, "after", int)))
 
     def sample(request: Request) -> Response:
-        offset = _number(request.query_params, "offset", int)
-        found = None if offset is None else run.sample(offset)
+        given = request.query_params
+        offset, generation = (_number(given, n, int) for n in ("offset", "generation"))
+        found = None if offset is None else run.sample(offset, generation or 0)
         if found is None:
             raise HTTPException(404, "samples.jsonl has no such row any more")
         return HTMLResponse(found, headers=HEADERS)
@@ -199,7 +216,9 @@ def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
         return answer(run.compared(before, after, given.get("changed", "")))
 
     def answer(content: Any) -> Response:
-        return JSONResponse(content, headers=HEADERS)
+        # In ASCII, which lone surrogates can be written in.
+        text = json.dumps(content, allow_nan=False)
+        return Response(text, media_type="application/json", headers=HEADERS)
 
     pages = {
         "/": shell,

@@ -1,6 +1,8 @@
 """Reads what is appended to a file of lines, and notices when its end was replaced."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +38,9 @@ class LogTail:
         begin: offset of the first line; 0 if the file is not there.
 
     Attributes:
-        end: offset up to which the file was read.
+        end: offset after the last whole line that was read.
         size: bytes of the file when it was read last.
+        behind: whether there is more to read; a line that has no end yet is not.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
@@ -48,8 +51,8 @@ class LogTail:
     """
 
     def __init__(self, path: Path, begin: int = 0) -> None:
-        self.path, self.end, self.size = path, begin, begin
-        self._begin, self._last = begin, b""
+        self.path, self.end, self.size, self.behind = path, begin, begin, False
+        self._begin, self._last, self._looked = begin, b"", begin
         if begin:
             with path.open("rb") as file:
                 file.seek(max(0, begin - COMPARED))
@@ -65,23 +68,35 @@ class LogTail:
             OSError: the file cannot be read; one that is not there is empty.
         """
         try:
-            file = os.open(self.path, os.O_RDONLY)
+            # Opening a pipe would otherwise wait for one who writes.
+            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             again = self.end > self._begin
             self._reset()
             return Read([], [], again)
         try:
-            self.size = os.fstat(file).st_size
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+            self.size = found.st_size
             before = os.pread(file, len(self._last), self.end - len(self._last))
             again = self.size < self.end or before != self._last
             if again:
                 self._reset()
-                self.size = os.fstat(file).st_size
+                self.size = found.st_size
+            if self._looked == self.size and self._looked > self.end:
+                self.behind = False  # The last line has not grown.
+                return Read([], [], again)
             data = os.pread(file, most_bytes, self.end)
             while b"\n" not in data and self.end + len(data) < self.size:
-                data += os.pread(file, most_bytes, self.end + len(data))
+                more = os.pread(file, most_bytes, self.end + len(data))
+                if not more:  # It was cut since.
+                    break
+                data += more
         finally:
             os.close(file)
+        self._looked = self.end + len(data)
+        self.behind = self._looked < self.size
         data = data[: data.rfind(b"\n") + 1]
         offsets, place = list[int](), self.end
         lines = data.split(b"\n")[:-1]
@@ -94,3 +109,4 @@ class LogTail:
 
     def _reset(self) -> None:
         self.end, self.size, self._begin, self._last = 0, 0, 0, b""
+        self._looked, self.behind = 0, False

@@ -120,6 +120,8 @@ function showSections() {
     chart.root.remove();
     charts.delete(id);
   }
+  byId("others").hidden = !state.others;
+  byId("others").textContent = `${state.others} more metrics are in metrics.jsonl.`;
   filterCharts();
   drawSeen();
 }
@@ -213,7 +215,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 
 // Samples.
-let search = 0, listed = 0, shownOf = 0, continues = null;
+let search = 0, listed = 0, shownOf = 0, continues = null, generation = 0;
 
 async function find(more = false) {
   const turn = ++search, body = byId("rows");
@@ -235,6 +237,7 @@ async function find(more = false) {
     body.append(...found.rows.map(line));
     listed += found.rows.length;
     shownOf = found.indexed;
+    generation = found.generation;
     continues = after = found.after;
     byId("more").hidden = after === null;
     const looked = byId("query").text.value || byId("query").task.value;
@@ -248,8 +251,10 @@ async function find(more = false) {
 }
 
 function showCount() {
-  const newer = state.samples - shownOf;
-  if (tab() !== "samples" || !(newer > 0)) return;
+  if (tab() !== "samples") return;
+  // The log was cut and written again, as by a run that was resumed.
+  if (listed && state.generation !== generation) return void find();
+  if (!(state.samples > shownOf)) return;
   if (!listed || (byId("query").order.value === "newest" && !byId("rows").matches(":hover")
       && listed <= 50 && !byId("query").text.value)) find();
 }
@@ -285,7 +290,8 @@ function line(row) {
 
 async function openSample(place, offset) {
   try {
-    place.innerHTML = await ask("/sample", [["offset", offset]]); // Escaped there.
+    const named = [["offset", offset], ["generation", generation]];
+    place.innerHTML = await ask("/sample", named); // Escaped there.
   } catch (error) {
     place.replaceChildren(make("p", { className: "sub", textContent: error.message }));
   }
@@ -309,8 +315,9 @@ async function compare() {
   }
   const found = await ask("/compare", [...new FormData(form)]);
   if (turn !== comparison) return;
-  byId("paired").textContent = `${found.rows.length} tasks: the reward rose in `
-    + `${found.gained} and fell in ${found.lost}.`;
+  byId("paired").textContent = `${found.tasks} tasks: the reward rose in `
+    + `${found.gained} and fell in ${found.lost}.`
+    + (found.logged < found.tasks ? ` The answers of ${found.logged} are logged.` : "");
   byId("pairs").replaceChildren(...found.rows.slice(0, 200).map(pair));
 }
 

@@ -4,7 +4,7 @@ import json
 import statistics
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,12 @@ from jaxrl_post.records.alarms import read_alarms
 from jaxrl_post.records.directory import RunDirectory, last_rows
 from jaxrl_post.records.ending import read_ending
 from jaxrl_post.records.live.follow import LogTail
-from jaxrl_post.records.live.samples import Query, SampleIndex, texts_of
+from jaxrl_post.records.live.samples import (
+    Query,
+    SampleIndex,
+    texts_of,
+    turns_of,
+)
 from jaxrl_post.records.lock import holder_of
 from jaxrl_post.records.report.charts import Figure, Run
 from jaxrl_post.records.report.curves import Curves
@@ -32,6 +37,7 @@ from jaxrl_post.records.report.page import (
 from jaxrl_post.records.report.panels import STEP_TIME
 from jaxrl_post.records.report.templates import template
 from jaxrl_post.records.report.work import newest_work
+from jaxrl_post.records.rows.evaluations import read_evaluations
 from jaxrl_post.records.visible import visible
 from jaxrl_post.watch.alarms import RAISED
 
@@ -42,6 +48,10 @@ CHUNK = 2**22
 TIMELINE_BYTES = 2**20
 # Characters of a text in a list, and of those before the text that was looked for.
 EXCERPT, BEFORE = 240, 60
+# Errors of rows that no run of this version wrote.
+BAD_ROW = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+)  # fmt: skip
 # Rows that are read before a page of a longer log shows any.
 ROWS_AT_ONCE = 10_000
 # Steps whose median length tells how long the rest takes.
@@ -110,10 +120,10 @@ class LiveRun:
         if self.samples.damaged:
             count = self.samples.damaged
             told = f"samples.jsonl: {count} lines are no rows of a run and are left out"
-            self._tell("rows", told)
+            self.tell("rows", told)
         return more
 
-    def _tell(self, name: str, fault: str | None) -> None:
+    def tell(self, name: str, fault: str | None) -> None:
         """Notes a fault for the page to show; None if it is over."""
         with self._lock:
             if fault is None:
@@ -126,9 +136,9 @@ class LiveRun:
         try:
             more = read()
         except OSError as error:
-            self._tell(name, f"{name}: cannot be read: {error}")
+            self.tell(name, f"{name}: cannot be read: {error}")
             return False
-        self._tell(name, None)
+        self.tell(name, None)
         return more
 
     def _advance_metrics(self) -> bool:
@@ -140,15 +150,14 @@ class LiveRun:
                 try:
                     row = json.loads(line)
                     self._curves.add(row)
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                except BAD_ROW as error:
                     told = "metrics.jsonl: a line is no row of a run and is left out: "
-                    self._tell("lines", f"{told}{line[:80]!r}: {error!r}")
+                    self.tell("lines", f"{told}{line[:80]!r}: {error!r}")
                     continue
                 length = row["metrics"].get(STEP_TIME)
                 if isinstance(length, int | float):
                     self._lengths.append(length)
-        behind = self._tail.end < self._tail.size
-        return read.again or (bool(read.lines) and behind)
+        return read.again or self._tail.behind
 
     def state(self, since: int | None = None) -> Values:
         """Tells the page all that it shows, as JSON with plain texts.
@@ -159,17 +168,16 @@ class LiveRun:
         """
         with self._lock:
             self._renew()
-            done = 1.0
-            if self._tail.size:
-                done = self._tail.end / self._tail.size
+            done = self._tail.end / self._tail.size if self._tail.behind else 1.0
             state: Values = {
                 "version": self._version,
-                "title": self.directory.path.resolve().name,
+                "title": visible(self.directory.path.resolve().name),
                 "step": self._curves.last,
                 "first": self._curves.first,
                 "rows": self._curves.rows,
                 "read": {"metrics": done, "samples": self.samples.share},
                 "samples": self.samples.rows,
+                "generation": self.samples.generation,
                 "faults": [visible(each) for each in self._faults.values()],
                 **self._status(),
             }
@@ -182,7 +190,7 @@ class LiveRun:
 
         While a long log is read the first time, only as often as its rows double.
         """
-        behind = self._tail.end < self._tail.size
+        behind = self._tail.behind and self._curves.rows
         if behind and self._curves.rows < 2 * self._arranged_rows:
             return
         paths = ("config", "alarms", "timeline", "diagnostics", "best")
@@ -222,9 +230,11 @@ class LiveRun:
         if self._curves.rows:
             try:
                 found = contents(history)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                # Alarms or a configuration that no run of this version wrote.
-                self._tell("page", f"not all of the run can be shown: {error!r}")
+            except BAD_ROW as error:
+                # Another version wrote the other files, or they were damaged.
+                told = f"only the curves of the run can be shown: {error!r}"
+                self.tell("page", told)
+                found = contents(History(self._curves, {}, [], []))
         others, sections = found["others"], [*found["sections"]]
         if others["figures"]:
             sections.append((OTHERS, others["figures"]))
@@ -249,10 +259,10 @@ class LiveRun:
         """Calls `read`; returns None, with a note on the page, if it cannot."""
         try:
             found = read()
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._tell(name, f"{name}: {error}")
+        except (OSError, *BAD_ROW) as error:
+            self.tell(name, f"{name}: {error}")
             return None
-        self._tell(name, None)
+        self.tell(name, None)
         return found
 
     def _work(self) -> Any:
@@ -331,10 +341,21 @@ class LiveRun:
             "candidates": found.candidates,
             "indexed": self.samples.rows,
             "share": self.samples.share,
+            "generation": self.samples.generation,
         }
 
-    def sample(self, offset: int) -> str | None:
-        """Renders one sample as escaped HTML; None if there is none at the offset."""
+    def sample(self, offset: int, generation: int = 0) -> str | None:
+        """Renders one sample as escaped HTML.
+
+        Args:
+            offset: of its row.
+            generation: of the log, in which the offset was told.
+
+        Returns:
+            None if there is none at the offset any more.
+        """
+        if generation != self.samples.generation:
+            return None
         row = self.samples.row(offset)
         return None if row is None else _rendered(row)
 
@@ -346,15 +367,36 @@ class LiveRun:
             after: step of another one.
             changed: "gained" or "lost" for tasks whose reward rose or fell; "" for all.
         """
-        rows = list[Values]()
-        gained = lost = 0
+        rows, kinds = list[Values](), Counter[str]()
         for first, second in self.samples.pairs(before, after):
-            change = (second["reward"] or 0.0) - (first["reward"] or 0.0)
-            gained, lost = gained + (change > 0), lost + (change < 0)
-            kind = "gained" if change > 0 else "lost" if change < 0 else ""
+            kind = _change(first["reward"], second["reward"])
+            kinds[kind] += 1
             if changed in ("", kind):
                 rows.append({"before": _entry(first, ""), "after": _entry(second, "")})
-        return {"rows": rows, "gained": gained, "lost": lost}
+        logged = kinds.total()
+        # The samples of most tasks are not logged; their rewards are.
+        found = self._read(
+            "evaluations.jsonl", lambda: read_evaluations(self.directory)
+        )
+        steps = {each.step: each for each in found or ()}
+        if before in steps and after in steps:
+            one, two = steps[before].rewards, steps[after].rewards
+            kinds = Counter(
+                _change(one[task], two[task]) for task in one if task in two
+            )
+        return {
+            "rows": rows,
+            "gained": kinds["gained"],
+            "lost": kinds["lost"],
+            "tasks": kinds.total(),
+            "logged": logged,
+        }
+
+
+def _change(before: float | None, after: float | None) -> str:
+    """Whether a reward rose or fell; one that could not be judged counts as 0."""
+    change = (after or 0.0) - (before or 0.0)
+    return "gained" if change > 0 else "lost" if change < 0 else ""
 
 
 def _mark(path: Path) -> Any:
@@ -425,7 +467,7 @@ def _entry(row: Mapping[str, Any], text: str) -> Values:
         "tokens": row.get("tokens"),
         "ended": visible(str(row.get("finish_reason", "")))[:EXCERPT],
         "failed": bool(row.get("error")),
-        "turns": len((row.get("conversation") or {}).get("turns", ())),
+        "turns": len(turns_of(row)),
         "prompt": visible(row["prompt"][-EXCERPT:]),
         "completion": visible(row["completion"][:EXCERPT]),
         "found": visible(found),
@@ -436,7 +478,7 @@ def _rendered(row: Mapping[str, Any]) -> str:
     try:
         shown = sample(dict(row), reward_scale([row["reward"]]))
         return template("sample.html.jinja").render(sample=shown, error="")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except BAD_ROW as error:
         # Another version wrote it, or it was damaged.
         shown = sample({**row, "conversation": None}, reward_scale([row["reward"]]))
         told = f"its conversation cannot be shown: {error!r}"

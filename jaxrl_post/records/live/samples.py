@@ -13,10 +13,12 @@ import numpy as np
 
 from jaxrl_post.records.live.follow import LogTail
 
-__all__ = ["Found", "Order", "Query", "SampleIndex", "texts_of"]
+__all__ = ["Found", "Order", "Query", "SampleIndex", "texts_of", "turns_of"]
 
 # Newest rows that are indexed, 36 bytes each.
 MAX_ROWS = 2_000_000
+# Finish reasons that are told apart; there are few, unless a file is damaged.
+MAX_REASONS, OTHERS = 200, "any other"
 # Bytes that are read at a time.
 CHUNK = 2**22
 # Rows that two evaluations are compared by.
@@ -92,10 +94,12 @@ class SampleIndex:
     Attributes:
         path: of samples.jsonl, which may not be there yet.
         damaged: number of lines that are no rows.
+        generation: how often the file was cut or replaced; offsets count within one.
     """
 
     path: Path
     damaged: int = 0
+    generation: int = 0
     _blocks: list[np.ndarray] = field(default_factory=list)
     _joined: np.ndarray | None = None
     _reasons: dict[str, int] = field(default_factory=dict)
@@ -122,10 +126,10 @@ class SampleIndex:
             with self._lock:
                 self._blocks, self._joined = [], None
             self._tail = self._begin = None
+            self.generation += 1
             return True
         self._add(read.lines, read.offsets, newest=True)
-        behind = bool(read.lines) and self._tail.end < self._tail.size
-        return self._advance_backward() or behind
+        return self._advance_backward() or self._tail.behind
 
     def _advance_backward(self) -> bool:
         """Indexes the piece before what is indexed; returns whether more is left."""
@@ -173,9 +177,11 @@ class SampleIndex:
             return None
         reward, tokens = row["reward"], row.get("tokens")
         reason = str(row.get("finish_reason", ""))
+        if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
+            reason = OTHERS
         return (
             row["step"],
-            np.nan if reward is None else reward,
+            np.nan if reward is None else float(reward),
             -1 if tokens is None else tokens,
             self._reasons.setdefault(reason, len(self._reasons)),
             row["split"] == "eval",
@@ -198,7 +204,9 @@ class SampleIndex:
         """Share of the file that is indexed, by bytes, in [0, 1]."""
         if self._tail is None or not self._tail.size:
             return 1.0
-        unread = (self._begin or 0) + self._tail.size - self._tail.end
+        unread = self._begin or 0
+        if self._tail.behind:
+            unread += self._tail.size - self._tail.end
         return 1.0 - unread / self._tail.size
 
     def table(self) -> np.ndarray:
@@ -360,6 +368,7 @@ def _row(line: bytes) -> Row | None:
         and isinstance(row.get("tokens"), (int, type(None)))
         and abs(row["step"]) < 2**31
         and abs(row.get("tokens") or 0) < 2**31
+        and not abs(row["reward"] or 0) >= 2**1000
     )
     return row if fits else None
 
@@ -390,7 +399,14 @@ def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
     yield row["completion"]
     yield row["prompt"]
     yield str(row.get("error", ""))
-    yield from _texts((row.get("conversation") or {}).get("turns", []))
+    yield from _texts(turns_of(row))
+
+
+def turns_of(row: Mapping[str, Any]) -> Sequence[Any]:
+    """The turns of a row's conversation; none if it has none, or is damaged."""
+    conversation = row.get("conversation")
+    turns = conversation.get("turns") if isinstance(conversation, Mapping) else None
+    return turns if isinstance(turns, list) else []
 
 
 def _texts(value: Any) -> Iterator[str]:

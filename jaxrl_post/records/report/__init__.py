@@ -14,18 +14,21 @@ from jaxrl_post.records.report.page import page
 __all__ = ["write_report"]
 
 
-def write_report(run_directory: RunDirectory, *, title: str | None = None) -> Path:
-    """Writes report.html from the logs and config.json.
+def write_report(
+    run_directory: RunDirectory, path: Path | None = None, *, title: str | None = None
+) -> Path:
+    """Writes a page from the logs and config.json.
 
     Only metrics.jsonl must exist. A metric that was never measured has no chart; one
     that the page does not know gets a chart under "Other metrics".
 
     Args:
         run_directory: of a finished or a running run.
+        path: of the page; report.html in the directory if None.
         title: heading of the page; the directory's name if None.
 
     Returns:
-        The path of report.html.
+        The path of the page.
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl.
@@ -41,5 +44,6 @@ def write_report(run_directory: RunDirectory, *, title: str | None = None) -> Pa
     'report.html'
     """
     title = run_directory.path.resolve().name if title is None else title
-    replace_file(run_directory.report, page(title, read_history(run_directory)))
-    return run_directory.report
+    path = run_directory.report if path is None else path
+    replace_file(path, page(title, read_history(run_directory)))
+    return path

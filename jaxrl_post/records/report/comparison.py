@@ -68,6 +68,8 @@ def compare_evaluations(before: RunDirectory, after: RunDirectory) -> PairedEval
     shared = [each for each in first.rewards if each in second.rewards]
     common = [each for each in shared if first.prompts[each] == second.prompts[each]]
     notes = list[str]()
+    if alone := len(first.rewards.keys() ^ second.rewards.keys()):
+        notes.append(f"{alone} tasks are in one of the two evaluations alone")
     if len(common) < len(shared):
         notes.append(f"{len(shared) - len(common)} tasks have other prompts")
     if not common:

@@ -22,6 +22,7 @@ MAX_MISSING = 1000
 # Larger values overflow in a chart; such a run has diverged.
 LARGEST = 1e100
 NUMBERS = (float, int, type(None))
+LATEST = 2**37  # The year 6325.
 
 
 def _no_values() -> np.ndarray:
@@ -131,8 +132,10 @@ class Curves(Mapping[str, Curve]):
             TypeError: they have other types.
         """
         step, when, metrics = row["step"], row["time"], row["metrics"]
-        if type(step) is not int or not isinstance(when, int | float):
-            raise TypeError(f"step and time must be numbers, got {step!r} and {when!r}")
+        if type(step) is not int or abs(step) >= 2**53:
+            raise TypeError(f"step must be an integer, got {step!r:.80}")
+        if not isinstance(when, int | float) or not 0 <= when < LATEST:
+            raise TypeError(f"time must be in Unix seconds, got {when!r:.80}")
         if not isinstance(metrics, dict):
             raise TypeError(f"metrics must be an object, got {metrics!r:.80}")
         for name, value in metrics.items():
@@ -149,7 +152,7 @@ class Curves(Mapping[str, Curve]):
         self.rows += 1
         self._steps.add(number, step, self._width)
         for name, value in metrics.items():
-            if value is None:
+            if value is None or value != value:  # It is NaN.
                 self._miss(name, step)
                 continue
             blocks = self._blocks.get(name)

@@ -19,6 +19,11 @@ __all__ = ["History", "read_diagnostics", "read_history"]
 # Bytes at the end of diagnostics.jsonl that are read; a row has about 2,000.
 DIAGNOSTICS_BYTES = 2**16
 MAX_EXAMPLES = 8
+# Keys of every sample.
+NEEDED = (
+    "split", "task_id", "sample_index", "prompt", "completion", "reward",
+    "finish_reason",
+)  # fmt: skip
 MAX_TRAINED = 4  # Number of trained conversations, in addition to held-out ones.
 
 
@@ -94,10 +99,19 @@ def read_history(directory: RunDirectory) -> History:
 
 
 def read_diagnostics(directory: RunDirectory) -> dict[str, Any] | None:
-    """The last row of diagnostics.jsonl; None if there is none."""
+    """The last row of diagnostics.jsonl; None if there is none.
+
+    Raises:
+        ValueError: it was damaged.
+    """
     if not directory.diagnostics.exists():
         return None
     rows = last_rows(directory.diagnostics, 1, DIAGNOSTICS_BYTES)
+    if rows and not {"advantages", "places"} <= rows[0].keys():
+        raise ValueError(
+            f"{directory.diagnostics}: the row of step {rows[0]['step']} has no "
+            "advantages and places; remove the line, or restore the file"
+        )
     return rows[0] if rows else None
 
 
@@ -105,8 +119,12 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json_file(path)
-    except ValueError as error:
+        found = json_file(path)
+        for part in ("config", "versions"):
+            if not isinstance(found.get(part, {}), dict):
+                raise ValueError(f"{part} {found[part]!r:.80}")
+        return found
+    except (ValueError, AttributeError) as error:
         raise ValueError(
             f"{path} must be the JSON of a RunDescription, got {error}; "
             "write it again, or remove it to make the report without it"
@@ -122,6 +140,12 @@ def _read_examples(path: Path) -> tuple[list[Examples], list[dict[str, Any]]]:
     first: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     last: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     for row in read_rows(path):
+        wrong = [name for name in NEEDED if name not in row]
+        if wrong or row["split"] not in first or not isinstance(row["task_id"], str):
+            raise ValueError(
+                f"{path}: a row of step {row['step']} is no sample of a run; remove "
+                "the line, or restore the file"
+            )
         split = row["split"]
         if not first[split] or first[split][0]["step"] == row["step"]:
             first[split].append(row)

@@ -73,6 +73,13 @@ def _read(row: Mapping[str, Any], directory: RunDirectory) -> Evaluated:
     try:
         found = row["tasks"].items()
         tasks = {task: (prompt, reward) for task, (prompt, reward) in found}
+        for prompt, reward in tasks.values():
+            if not isinstance(prompt, str) or not isinstance(
+                reward, int | float | None
+            ):
+                raise TypeError(f"got {prompt!r:.40} and {reward!r:.40}")
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"got the reward {reward}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{directory.evaluations}: the row of step {row['step']} is no evaluation: "

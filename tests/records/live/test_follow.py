@@ -1,5 +1,7 @@
 """A growing file of lines, piece by piece, also when its end is replaced."""
 
+import os
+
 import pytest
 
 from jaxrl_post.records.live.follow import LogTail
@@ -63,6 +65,30 @@ def test_begins_again_if_the_file_is_gone(tmp_path):
     assert tail.read(100) == ([], [], False)
     append(path, "two\n")
     assert tail.read(100).lines == [b"two"]
+
+
+def test_a_line_without_an_end_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    append(path, "one\n" + 1000 * "x")
+    tail = LogTail(path)
+    tail.read(10)
+    while tail.behind:
+        tail.read(10)
+    reads = []
+    real = os.pread
+    monkeypatch.setattr(
+        os, "pread", lambda *given: reads.append(given[1]) or real(*given)
+    )
+    assert tail.read(10) == ([], [], False)
+    assert sum(reads) == 4  # The last line is compared.
+    append(path, "\n")
+    assert tail.read(10**6).lines == [b"x" * 1000]
+
+
+def test_a_pipe_is_no_log(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError, match="not a regular file"):
+        LogTail(tmp_path / "log").read(10)
 
 
 def test_can_begin_in_the_middle(tmp_path):

@@ -203,6 +203,10 @@ def test_the_newest_step_has_a_strip_of_its_phases(directory):
         {"metrics.jsonl": '{"step": "2", "time": 1, "metrics": {}}\n'},
         {"metrics.jsonl": '{"step": 2, "time": 1, "metrics": {"a": "b"}}\n'},
         {"metrics.jsonl": '{"step": 2, "time": 1, "metrics": [1]}\n'},
+        {"metrics.jsonl": "[" * 200_000 + "\n"},
+        {"metrics.jsonl": '{"step": 2, "time": Infinity, "metrics": {}}\n'},
+        {"diagnostics.jsonl": '{"step": 1}\n'},
+        {"config.json": '{"versions": 3}'},
         {"samples.jsonl": "no row\n"},
         {"ending.json": "{"},
         {"best.json": "[]"},
@@ -221,6 +225,61 @@ def test_a_damaged_file_is_told_and_the_rest_is_shown(directory, damage):
     (name,) = damage
     silent = {"ending.json", "best.json", "lock"}
     assert bool(state["faults"]) == (name not in silent)
+    assert "Reward" in [each["title"] for each in figures(state)]
+
+
+def test_a_torn_last_line_waits_for_its_end(directory):
+    log(directory, {1: {"reward/mean": 0.5}})
+    with directory.metrics.open("a") as file:
+        file.write('{"step": 2, "time": 17')
+    run = LiveRun(directory)
+    state = read(run)
+    assert state["read"] == {"metrics": 1.0, "samples": 1.0}
+    assert (state["rows"], state["faults"], len(figures(state))) == (1, [], 1)
+    with directory.metrics.open("a") as file:
+        file.write('00.0, "metrics": {"reward/mean": 0.75}}\n')
+    assert figures(read(run))[0]["now"] == "0.75"
+
+
+def test_lone_surrogates_are_shown(directory):
+    odd = "a\ud800b"
+    directory.path.mkdir()
+    row = {"step": 1, "time": 1.0, "metrics": {odd: 1.0}}
+    directory.metrics.write_text(json.dumps(row) + "\n")
+    with SampleLog(directory) as samples:
+        samples.write(1, [sample("a", 1, 1.0, completion=odd, finish_reason=odd)])
+    run = LiveRun(directory)
+    state = read(run)
+    shown = json.dumps([state, run.find(Query(), None)], ensure_ascii=False)
+    assert "a[U+D800]b" in shown
+    assert "a[U+D800]b" in opened(run, 0)
+
+
+def test_an_odd_conversation_keeps_no_sample_from_the_list(directory):
+    log(directory, {1: {}})
+    with SampleLog(directory) as samples:
+        samples.write(1, [sample("a", 1, 1.0, conversation=["x"])])
+    run = LiveRun(directory)
+    read(run)
+    assert run.find(Query(), None)["rows"][0]["turns"] == 0
+
+
+def test_rewards_of_all_tasks_are_compared(directory):
+    log(directory, {1: {}, 2: {}})
+    with SampleLog(directory) as samples:
+        for step in (1, 2):
+            samples.write(step, [sample("a", step, 1.0)])
+    rewards = {1: (1.0, 0.0, 1.0, None), 2: (1.0, 1.0, 0.0, 0.5)}
+    rows = [
+        {"step": step, "tasks": {str(n): ["p", each] for n, each in enumerate(found)}}
+        for step, found in rewards.items()
+    ]
+    directory.evaluations.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    run = LiveRun(directory)
+    read(run)
+    found = run.compared(1, 2, "")
+    counts = [found[name] for name in ("tasks", "logged", "gained", "lost")]
+    assert counts == [4, 1, 2, 1]
 
 
 def opened(run, offset):

@@ -199,6 +199,7 @@ def test_a_search_takes_a_bounded_time(path):
         json.dumps(row(1, reward="high")),
         json.dumps(row(1, tokens=2**40)),
         json.dumps({**row(1), "reward": None} | {"prompt": 5}),
+        json.dumps(row(1, reward=10**400)),
     ],
 )
 def test_lines_that_are_no_rows_are_counted_and_left_out(path, line):
@@ -225,6 +226,32 @@ def test_rewards_that_are_not_finite_or_huge(path):
     rewards = indexed(path).table()["reward"]
     assert np.isnan(rewards[[0, 2]]).all()
     assert rewards[1] == 1e300
+
+
+def test_many_finish_reasons_are_one(path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REASONS", 3)
+    written(path, [row(step, finish_reason=f"r{step}") for step in range(1, 10)])
+    index = indexed(path)
+    assert index.reasons == ["r1", "r2", "r3", "any other"]
+    assert steps(index.find(Query(ended="any other"))) == [9, 8, 7, 6, 5, 4]
+
+
+@pytest.mark.parametrize("conversation", [5, "x", ["x"], {"turns": 5}, {"turns": [5]}])
+def test_an_odd_conversation_has_no_texts(path, conversation):
+    written(path, [row(1, conversation=conversation)])
+    index = indexed(path)
+    assert index.find(Query(text="nowhere")).rows == []
+    assert steps(index.find(Query(text="answer"))) == [1]
+
+
+def test_offsets_count_within_a_generation(path):
+    written(path, [row(1), row(2)])
+    index = indexed(path)
+    path.write_text("")
+    written(path, [row(1), row(3)])
+    while index.advance():
+        pass
+    assert index.generation == 1
 
 
 def test_pairs_are_first_samples_of_common_tasks(path):
