@@ -171,6 +171,11 @@ def test_evaluations_with_nothing_in_common_are_refused(tasks, message):
     with pytest.raises(ConfigError, match=f"^--against: {message}"):
         baseline.check(tasks)
     baseline.check({"a": ["1", "9"], "new": ["3"]})
+    more = Baseline("a.json", {"a": by_task(1, 0), "b": by_task(1)}, {"a": {}, "b": {}})
+    with pytest.raises(
+        ConfigError, match=r"a\.json has the parts b, and this evaluation"
+    ):
+        more.check({"a": ["1", "9"]})
 
 
 def test_a_baseline_is_an_evaluation_or_a_suite(tmp_path):
@@ -195,6 +200,10 @@ def test_a_baseline_is_an_evaluation_or_a_suite(tmp_path):
         ('{"by_task": {"a": [0.5]}}', "has no by_task"),
         ('{"parts": {"by_task": {"a": [1]}}}', "has no by_task"),
         ('{"parts": [{"by_task": {"a": [1]}, "name": 3}]}', "has no by_task"),
+        (
+            json.dumps({"parts": [{"by_task": {"a": [1]}, "name": "x"}] * 2}),
+            "has two parts of one name, in the parts x, x",
+        ),
     ],
 )
 def test_results_without_scores_are_no_baseline(content, message, tmp_path):
