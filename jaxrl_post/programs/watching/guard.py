@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_post.config.checks import read_webhook
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig, WatchConfig, flattened
 from jaxrl_post.files import replace_file
-from jaxrl_post.programs.watching.exposition import Exposition, serving_run
 from jaxrl_post.programs.watching.host import host_metrics
 from jaxrl_post.programs.watching.webhook import Webhook
 from jaxrl_post.records import notation
@@ -29,6 +28,9 @@ from jaxrl_post.records.metric_table import row_of, rows
 from jaxrl_post.watch.alarms import NOT_FINITE, RAISED, Alarm, RunWatch
 from jaxrl_post.watch.bounds import RuleError, pattern_of
 from jaxrl_post.watch.rule import Rule, default_rules, read_rules
+
+if TYPE_CHECKING:
+    from jaxrl_post.programs.watching.exposition import Exposition
 
 __all__ = ["Acting", "AlarmError", "Guard", "acting_of", "guarding", "open_watch"]
 
@@ -164,7 +166,7 @@ class Guard:
     checkpoint_bytes: int
     log: AlarmLog
     webhook: Webhook | None
-    exposition: Exposition | None
+    exposition: "Exposition | None"
     clock: Callable[[], float]
     # How often each rule was told.
     _told: Counter[str] = field(default_factory=Counter, init=False)
@@ -339,6 +341,9 @@ def guarding(
         log = stack.enter_context(AlarmLog(directory, resume_step=resume_step))
         exposition = webhook = None
         if (address := config.address) is not None:
+            # Only here: it reads pages, and a page reads what runs with rollouts write.
+            from jaxrl_post.programs.watching.exposition import serving_run
+
             names = [rule.name for rule in watch.rules]
             try:
                 opened = stack.enter_context(serving_run(address, directory, names))
