@@ -16,5 +16,5 @@ def test_the_report_is_written_again(tmp_path, capsys):
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 1
-    said = f"error: run_dir: {tmp_path} is no run directory, it has no metrics.jsonl"
+    said = f"error: run_dirs: {tmp_path} is no run directory, it has no metrics.jsonl"
     assert said in capsys.readouterr().out

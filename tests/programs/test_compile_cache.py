@@ -269,4 +269,4 @@ def test_programs_that_compile_have_the_option_and_others_do_not():
     without = {
         name for name, each in configs.items() if not hasattr(each, "compile_cache")
     }
-    assert without == {"convert", "doctor", "plan", "redteam", "report"}
+    assert without == {"convert", "doctor", "plan", "redteam", "report", "watch"}
