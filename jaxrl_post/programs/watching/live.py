@@ -5,6 +5,7 @@ import ipaddress
 import json
 import logging
 import math
+import sys
 import threading
 import webbrowser
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ LOOK_S = 0.5
 # Seconds until the files are read again after an error, and for the last look to end.
 PAUSE_S, END_S = 10.0, 5.0
 MOST_FIGURES = 24
+# Seconds for which a thread may keep the interpreter while others wait.
+SWITCH_S = 0.0005
 SCRIPTS = ("plotly-basic.min.js", "paint.js", "live.js")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -79,6 +82,8 @@ def run_live(config: LiveConfig, *, console: Console, command: str = "") -> None
         console.print("Ctrl-C ends it", style="dim")
         if config.open:
             webbrowser.open(url)
+        # The thread that reads gives way to requests at once.
+        sys.setswitchinterval(SWITCH_S)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
 

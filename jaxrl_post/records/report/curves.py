@@ -21,7 +21,7 @@ MAX_WAITING = 2**13
 MAX_MISSING = 1000
 # Larger values overflow in a chart; such a run has diverged.
 LARGEST = 1e100
-NUMBERS = (float, int, type(None))
+NUMBERS = {float, int, bool, type(None)}
 LATEST = 2**37  # The year 6325.
 
 
@@ -138,9 +138,9 @@ class Curves(Mapping[str, Curve]):
             raise TypeError(f"time must be in Unix seconds, got {when!r:.80}")
         if not isinstance(metrics, dict):
             raise TypeError(f"metrics must be an object, got {metrics!r:.80}")
-        for name, value in metrics.items():
-            if not isinstance(value, NUMBERS):
-                raise TypeError(f"{name} must be a number, got {value!r:.80}")
+        if not {*map(type, metrics.values())} <= NUMBERS:
+            name, value = next(e for e in metrics.items() if type(e[1]) not in NUMBERS)
+            raise TypeError(f"{name} must be a number, got {value!r:.80}")
         if not self.rows:
             self.first, self.began = step, when
         self.last, self.ended = step, when
