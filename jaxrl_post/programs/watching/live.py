@@ -1,6 +1,7 @@
 """Serves a page that follows a run, for `launch.watch` and `--watch.listen`."""
 
 import contextlib
+import importlib
 import ipaddress
 import json
 import logging
@@ -8,7 +9,7 @@ import math
 import sys
 import threading
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +36,8 @@ PAUSE_S, END_S = 10.0, 5.0
 MOST_FIGURES = 24
 # Seconds for which a thread may keep the interpreter while others wait.
 SWITCH_S = 0.0005
+# Seconds between two looks whether a request is still being answered.
+GIVE_WAY_S = 0.005
 SCRIPTS = ("plotly-basic.min.js", "paint.js", "live.js")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -74,6 +77,8 @@ def run_live(config: LiveConfig, *, console: Console, command: str = "") -> None
         told = f"there is no {config.run_dir} yet; the page waits for the run to begin"
         console.print(told, markup=False, style="yellow")
     address = config.address
+    # The first chart would wait for this import.
+    importlib.import_module("plotly.graph_objects")
     with contextlib.ExitStack() as stack:
         routes = stack.enter_context(live_routes(directory, at_once=True))
         app = Starlette(routes=routes, middleware=guards((address or USUAL)[0]))
@@ -142,6 +147,7 @@ def live_routes(
         Routes of starlette: the page at /, and what its script asks for.
     """
     run, asked, ended = LiveRun(directory), threading.Event(), threading.Event()
+    requests: set[object] = set()
     if at_once:
         asked.set()
 
@@ -156,19 +162,23 @@ def live_routes(
                 run.tell("reading", f"the logs cannot be read on: {error!r}")
                 ended.wait(PAUSE_S)
                 continue
+            # Requests come first: the page waits for them.
             ended.wait(0 if more else LOOK_S)
+            while requests and not ended.wait(GIVE_WAY_S):
+                pass
 
     thread = threading.Thread(target=follow, name="follow", daemon=True)
     thread.start()
     try:
-        yield _routes(run, asked)
+        yield _routes(run, asked, requests)
     finally:
         ended.set()
         asked.set()
         thread.join(END_S)
 
 
-def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
+def _routes(run: LiveRun, asked: threading.Event, requests: set[object]) -> list[Any]:
+    """Makes the routes; each request is in `requests` while it is answered."""
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, Response
@@ -225,6 +235,16 @@ def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
         text = json.dumps(content, allow_nan=False)
         return Response(text, media_type="application/json", headers=HEADERS)
 
+    def counted(endpoint: Callable[[Request], Response]) -> Any:
+        def answered(request: Request) -> Response:
+            requests.add(request)
+            try:
+                return endpoint(request)
+            finally:
+                requests.discard(request)
+
+        return answered
+
     pages = {
         "/": shell,
         "/state": state,
@@ -233,7 +253,7 @@ def _routes(run: LiveRun, asked: threading.Event) -> list[Any]:
         "/sample": sample,
         "/compare": compared,
     }
-    return [Route(path, endpoint) for path, endpoint in pages.items()]
+    return [Route(path, counted(endpoint)) for path, endpoint in pages.items()]
 
 
 def _page() -> str:
