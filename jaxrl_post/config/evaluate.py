@@ -269,7 +269,8 @@ def check_live(config: LiveConfig) -> None:
     Raises:
         ConfigError: names the option.
     """
-    config.address  # noqa: B018
+    if config.listen is not None:
+        address_of(config.listen, "--listen")
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,9 @@ def test_an_error_while_reading_is_told_and_reading_continues(directory, monkeyp
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     with served(directory) as url:
         state = read_whole(url)
-    assert state["faults"] == ["the logs cannot be read on: RuntimeError('odd')"]
+    assert state["faults"] == [
+        "a piece of the logs could not be read: RuntimeError('odd')"
+    ]
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path, url):

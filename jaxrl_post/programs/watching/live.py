@@ -159,7 +159,7 @@ def live_routes(
             except Exception as error:
                 # The page stays, and says so.
                 _LOGGER.exception("the page of the run cannot read on")
-                run.tell("reading", f"the logs cannot be read on: {error!r}")
+                run.tell("reading", f"a piece of the logs could not be read: {error!r}")
                 ended.wait(PAUSE_S)
                 continue
             # Requests come first: the page waits for them.

@@ -20,7 +20,7 @@ from jaxrl_post.records.report.templates import packaged, script_policy, templat
 from jaxrl_post.records.rows.evaluations import Evaluated, read_evaluations
 from jaxrl_post.watch.paired import Paired, paired
 
-__all__ = ["MOST_RUNS", "PairedEvaluations", "compare_evaluations", "write_comparison"]
+__all__ = ["PairedEvaluations", "compare_evaluations", "write_comparison"]
 
 # Each has a colour and a letter.
 MOST_RUNS = 8
