@@ -193,7 +193,8 @@ def _retried[Found](
 ) -> Found:
     patience = _Room.patience
     pauses, waited = patience.pauses(_FIRST_S, _LONGEST_S), 0.0
-    for tries in range(2**62):
+    tries = 0
+    while True:
         try:
             found = write()
         except Exception as error:
@@ -212,12 +213,11 @@ def _retried[Found](
             _Room.waited += patience.clock() - begin
             if not together(after is not None):
                 raise
-            waited = after or 0.0
+            waited, tries = after or 0.0, tries + 1
         else:
             if tries:
                 _log.warning("%s: written after %.0f s", path, waited)
             return found
-    raise AssertionError("the pauses end")
 
 
 def free_bytes(path: Path) -> float:
