@@ -5,7 +5,7 @@ import re
 
 __all__ = ["AXES", "MeshError", "parse_mesh", "read_mesh"]
 
-AXES = ("dp", "fsdp", "ep", "cp", "tp")
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 
 
 class MeshError(ValueError):
@@ -68,7 +68,7 @@ def parse_mesh(spec: str, num_devices: int) -> dict[str, int]:
         MeshError: as `read_mesh`, or the product is not `num_devices`.
 
     >>> parse_mesh("tp2,dp-1", 8)
-    {'dp': 4, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 2}
+    {'pp': 1, 'dp': 4, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 2}
     """
     sizes = read_mesh(spec)
     free = [axis for axis, size in sizes.items() if size == -1]
