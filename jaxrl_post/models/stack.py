@@ -351,12 +351,8 @@ def _over_stages(
 
 def _total(schedule: Schedule, told: Array) -> Array:
     """Sums over microbatches [rounds, stages, ...] of what was told in every tick."""
-    stages = np.arange(schedule.stages)
-    ticks = [
-        [[schedule.tick(s, r, m) for m in range(schedule.microbatches)] for s in stages]
-        for r in range(schedule.rounds)
-    ]
-    return told[stages[:, None], np.array(ticks)].sum(axis=2)
+    stages = np.arange(schedule.stages)[:, None]
+    return told[stages, schedule.tick_of].sum(axis=2)
 
 
 def _lent(config: ModelConfig, span: Span, flow: Flow) -> list[Any]:

@@ -71,8 +71,12 @@ class Schedule:
         """Share of its time for which a stage has nothing to compute."""
         return (self.stages - 1) / self.ticks
 
-    def tick(self, stage: int, round_: int, microbatch: int) -> int:
-        """The tick in which a stage computes a round of a microbatch."""
+    @functools.cached_property
+    def tick_of(self) -> Int[np.ndarray, "rounds stages microbatches"]:
+        """int64, the tick in which a stage computes a round of a microbatch."""
+        round_, stage, microbatch = np.indices(
+            (self.rounds, self.stages, self.microbatches)
+        )
         group, place = divmod(microbatch, self.stages)
         return (group * self.rounds + round_) * self.stages + place + stage
 
@@ -80,12 +84,8 @@ class Schedule:
     def slots(self) -> Int[np.ndarray, "ticks stages 2"]:
         """int32 (round, microbatch) of every stage in every tick; IDLE for none."""
         table = np.full((self.ticks, self.stages, 2), IDLE, np.int32)
-        for stage in range(self.stages):
-            for round_ in range(self.rounds):
-                for microbatch in range(self.microbatches):
-                    tick = self.tick(stage, round_, microbatch)
-                    assert table[tick, stage, 0] == IDLE
-                    table[tick, stage] = round_, microbatch
+        round_, stage, microbatch = np.indices(self.tick_of.shape)
+        table[self.tick_of, stage] = np.stack([round_, microbatch], axis=-1)
         return table
 
     def drawing(self) -> str:
@@ -205,8 +205,8 @@ def _ticks(schedule: Schedule) -> _Tick:
     last = schedule.stages - 1
     for group in range(schedule.groups):
         first = group * schedule.stages
-        enters[schedule.tick(0, 0, first)] = group
-        left[schedule.tick(last, schedule.rounds - 1, first + last)] = group
+        enters[schedule.tick_of[0, 0, first]] = group
+        left[schedule.tick_of[-1, last, first + last]] = group
     return _Tick(schedule.slots, enters, left)
 
 

@@ -78,6 +78,11 @@ def packed():
     return tokens, np.tile(positions, (ROWS, 1)), ends
 
 
+def calm(config):
+    """Parameters through which rounding grows little, in twelve layers too."""
+    return jax.tree.map(lambda a: 0.2 * a if a.ndim > 1 else a, tiny.params(config))
+
+
 def run(config, mesh_spec, execution):
     """Loss, gradients and routing of packed rows on a mesh."""
     size = math.prod(read_mesh(mesh_spec).values())
@@ -103,14 +108,15 @@ def run(config, mesh_spec, execution):
             hidden, routing = forward_with_routing(
                 params, config, inputs[0], told=told, **options
             )
-        total = jnp.where(ends[..., None] > 0, chunks.join(hidden) * weights, 0).sum()
+        hidden = jnp.where(ends[..., None] > 0, chunks.join(hidden), 0)
+        total = (hidden * weights).sum()
         if routing is not None:
             total = total + routing.squared_logsumexp.sum()
-        return total, routing
+        return total, (hidden, routing)
 
     with jax.set_mesh(mesh):
         params = jax.device_put(
-            tiny.params(config), named_shardings(param_specs(config), mesh)
+            calm(config), named_shardings(param_specs(config), mesh)
         )
         grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
         return jax.tree.map(np.asarray, grad(params, *packed()))
@@ -126,19 +132,14 @@ def on_one_device(name):
     daily(CASES, [CASES[0], CASES[2], CASES[5], CASES[6]]),
 )
 def test_stages_give_the_numbers_of_one_device(name, mesh, remat, rounds):
-    (loss, routing), grads = on_one_device(name)
+    (_, told), grads = on_one_device(name)
     found = run(CONFIGS[name], mesh, Execution(remat, rounds=rounds))
-    np.testing.assert_allclose(found[0][0], loss, rtol=1e-5)
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        other = _at(found[1], path)
-        scale = np.abs(grad).max()
+    expected = told, grads
+    for path, one in jax.tree_util.tree_leaves_with_path(expected):
+        other = _at((found[0][1], found[1]), path)
         np.testing.assert_allclose(
-            other, grad, rtol=1e-4, atol=1e-5 * scale, err_msg=str(path)
+            other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max(), err_msg=str(path)
         )
-    for one, other in zip(
-        jax.tree.leaves(routing), jax.tree.leaves(found[0][1]), strict=True
-    ):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
 
 
 def _at(tree, path):
