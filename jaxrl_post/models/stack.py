@@ -329,7 +329,9 @@ def _over_stages(
 
     def chunk(weights: PyTree, facts: PyTree, slot: Slot, x: PyTree) -> tuple:
         (hidden, choice), told = x, []
-        x = hidden.reshape(-1, hidden.shape[-1]), choice
+        # Whole in the layers, or each of their sums would be gathered again.
+        whole = constrain(hidden, ("batch", None, "hidden"), rules)
+        x = whole.reshape(-1, hidden.shape[-1]), choice
         for step, own, *fact in zip(steps, weights, *facts, strict=True):
             x, routed = step(own, tuple(fact), slot, x)
             told.append(routed)

@@ -22,7 +22,7 @@ from jaxrl_post.types import rows as rows_of
 from tests.programs.trainers import RL, changed
 
 CONFIG = ModelConfig(
-    "qwen2", 96, 32, 64, 1, num_heads=8, num_kv_heads=4, qkv_bias=True,
+    "qwen2", 96, 32, 64, 2, num_heads=8, num_kv_heads=4, qkv_bias=True,
     tie_embeddings=True,
 )  # fmt: skip
 SPECS = models.param_specs(CONFIG)
