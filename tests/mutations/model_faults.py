@@ -4,7 +4,9 @@ from tests.mutations.fault import Fault
 
 __all__ = ["MODELS"]
 
-DECODER, SHARED = "models/decoder.py", "models/test_shared_keys.py"
+DECODER, STACK = "models/decoder.py", "models/stack.py"
+SHARED = "models/test_shared_keys.py"
+STAGES = "sharding/stages.py"
 
 MODELS = [
     Fault(
@@ -16,9 +18,9 @@ MODELS = [
     ),
     Fault(
         "a layer that reads another's keys reads those of earlier calls alone",
-        f"{DECODER}::_unrolled",
-        "entry = entries[source]",
-        "entry = entries[source] if kv_view is None else kv_view.layer(source)",
+        f"{STACK}::_unrolled",
+        "entry = flow.entries[source]",
+        "entry = flow.entries[source] if kv_view is None else kv_view.layer(source)",
         SHARED,
     ),
     Fault(
@@ -37,7 +39,7 @@ MODELS = [
     ),
     Fault(
         "layers whose keys others read run as a loop",
-        "models/stack.py::repetitions",
+        f"{STACK}::repetitions",
         "config.lends_keys(i) or i < num_levels",
         "i < num_levels",
         SHARED,
@@ -97,5 +99,33 @@ MODELS = [
         "inputs[:, index]",
         "inputs[:, index - 1]",
         SHARED,
+    ),
+    Fault(
+        "a stage that is idle computes on zeros",
+        f"{STAGES}::through_stages.local.tick",
+        "(round_ == IDLE) | ((stage == 0) & (round_ == 0))",
+        "(stage == 0) & (round_ == 0)",
+        "sharding/test_stages.py",
+    ),
+    Fault(
+        "results of microbatches come back to other stages",
+        f"{STAGES}::_ticks",
+        "left[schedule.tick_of[-1, last, first + last]] = group",
+        "left[schedule.tick_of[-1, last, first + last - 1]] = group",
+        "sharding/test_stages.py",
+    ),
+    Fault(
+        "a stage computes layers that follow each other",
+        f"{STACK}::_over_stages",
+        "a.reshape(schedule.rounds, stages, *a.shape[1:]).swapaxes(0, 1)",
+        "a.reshape(stages, schedule.rounds, *a.shape[1:])",
+        "models/test_stages.py",
+    ),
+    Fault(
+        "routing of idle stages counts",
+        f"{STACK}::_total",
+        "told[stages, schedule.tick_of].sum(axis=2)",
+        "told[stages, schedule.tick_of].sum(axis=2) + told[:, :1].sum()",
+        "models/test_stages.py",
     ),
 ]

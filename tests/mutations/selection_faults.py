@@ -96,7 +96,7 @@ SELECTION = [
     ),
     Fault(
         "in a loop over layers the first choice holds for all",
-        f"{DECODER}::_scan",
+        "models/stack.py::_looped",
         "hidden, entry, one, choice = step(layer, hidden, place)",
         "hidden, entry, one, _ = step(layer, hidden, place)",
         MODELS,
@@ -159,8 +159,8 @@ SELECTION = [
     ),
     Fault(
         "rows in chunks choose within a chunk",
-        f"{DECODER}::_run",
-        "config.selects and indices is not None",
+        f"{DECODER}::_check_chunks",
+        "config.selects",
         "False",
         MODELS,
     ),
