@@ -38,6 +38,7 @@ from jaxrl_post.models.params import text_specs
 from jaxrl_post.models.recurrences import GatedDelta, LinearAttention
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
+from jaxrl_post.programs.planning.links import slowdown
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
 
 __all__ = ["ModelWork", "Product"]
@@ -387,16 +388,7 @@ class ModelWork:
 
     def slower(self, *names: str) -> float:
         """Times that a collective over axes takes longer than over links alone."""
-        if self.chip is None:
-            return 1.0
-        # Devices of a group, and how many share a host: each has a network of its own.
-        group = together = stride = 1
-        for name, size in reversed(self.mesh.shape.items()):
-            if name in names:
-                group *= size
-                together *= min(size, max(1, self.chip.of_host // stride))
-            stride *= size
-        return 1.0 if group == together else max(1.0, self.chip.slower / together)
+        return slowdown(self.mesh, names, self.chip)
 
     def _itemsize(self, product: Product) -> int:
         held = self.bytes_of_weights and target_name(product.name) in INPUT_DIMS
