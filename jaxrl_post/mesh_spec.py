@@ -5,25 +5,27 @@ import re
 
 __all__ = ["AXES", "MeshError", "parse_mesh", "read_mesh"]
 
-AXES = ("dp", "fsdp", "ep", "cp", "tp")
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 
 
 class MeshError(ValueError):
     """A mesh cannot be parsed, or does not fit the devices or the model."""
 
 
-def read_mesh(spec: str) -> dict[str, int]:
+def read_mesh(spec: str, *, trains: bool = True) -> dict[str, int]:
     """Parses a mesh such as `dp4,tp8`, without checking the number of devices.
 
     Args:
         spec: comma-separated axis and size; a size of -1, allowed once, takes all
             remaining devices. The empty string means `dp-1`.
+        trains: whether a model is trained on the mesh; `pp` is for training alone.
 
     Returns:
         The sizes of the named axes.
 
     Raises:
-        MeshError: an unknown or repeated axis, or a bad size.
+        MeshError: an unknown or repeated axis, a bad size, or `pp` where nothing is
+            trained.
 
     >>> read_mesh("tp2,dp-1")
     {'tp': 2, 'dp': -1}
@@ -49,6 +51,11 @@ def read_mesh(spec: str) -> dict[str, int]:
                 f"that remain; got {size} in {spec!r}"
             )
         sizes[axis] = size
+    if not trains and sizes.get("pp", 1) != 1:
+        raise MeshError(
+            "mesh: pp splits a model's layers for training, and nothing is trained "
+            f"here; take dp, fsdp or tp instead; got {spec!r}"
+        )
     if list(sizes.values()).count(-1) > 1:
         raise MeshError(f"mesh: only one size may be -1; got {spec!r}")
     return sizes
@@ -68,7 +75,7 @@ def parse_mesh(spec: str, num_devices: int) -> dict[str, int]:
         MeshError: as `read_mesh`, or the product is not `num_devices`.
 
     >>> parse_mesh("tp2,dp-1", 8)
-    {'dp': 4, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 2}
+    {'pp': 1, 'dp': 4, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 2}
     """
     sizes = read_mesh(spec)
     free = [axis for axis, size in sizes.items() if size == -1]

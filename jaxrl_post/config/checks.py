@@ -418,7 +418,7 @@ def _check_rl(config: RLConfig) -> None:
         _check_exact(config)
     check_algorithm(config.algorithm, config.critic, config.distill)
     _check_reference(config.algorithm, "--algorithm.reference", config)
-    _check_mesh(config.rollout.mesh, "--rollout.")
+    _check_mesh(config.rollout.mesh, "--rollout.", trains=False)
     _check_mesh(config.reward.mesh, "--reward.")
     _check_idle(config)
     if config.vision != "off":
@@ -462,9 +462,9 @@ def _check_log_rollouts(config: RLConfig) -> None:
         )
 
 
-def _check_mesh(text: str, section: str) -> None:
+def _check_mesh(text: str, section: str, *, trains: bool = True) -> None:
     try:
-        read_mesh(text)
+        read_mesh(text, trains=trains)
     except MeshError as error:
         raise MeshError(f"{section}{error}") from error
 

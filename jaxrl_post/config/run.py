@@ -70,6 +70,11 @@ class UpdateConfig:
             results of matrix products; "full", nothing, which needs the least memory.
         scan_layers: compile repeated layers once, as a loop: deep models compile in a
             fraction of the time and memory, but each forward pass copies the layers.
+        stage_rounds: with pp in `mesh`, how many chunks of layers a pipeline stage has.
+            More let stages wait less, and pass activations more often. None for as many
+            as the model's layers allow.
+        stage_groups: with pp, packed rows of a device in one pass. More let stages wait
+            less, and each takes the memory of a row's activations.
         router_balance: weight of the load-balancing loss of a mixture of experts; 0 for
             none.
         router_z: weight of the z-loss of a mixture of experts' routers; 0 for none.
@@ -81,6 +86,8 @@ class UpdateConfig:
     microbatch_tokens: Annotated[int, COUNT, FREE] = 4096
     remat: Annotated[Literal["none", "dots", "full"], FREE] = "none"
     scan_layers: Annotated[bool, FREE] = False
+    stage_rounds: Annotated[int | None, COUNT, FREE] = None
+    stage_groups: Annotated[int, COUNT, FREE] = 1
     router_balance: Annotated[float, NOT_NEGATIVE] = 0.0
     router_z: Annotated[float, NOT_NEGATIVE] = 0.0
 
@@ -267,8 +274,8 @@ class RunConfig:
             environment and model.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         seed: seed of the initial weights, the order of the data and the sampling noise.
-        mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: dp,
-            fsdp, ep, cp, tp); by default all devices are on dp.
+        mesh: how many devices each axis of the mesh has, such as "dp4,tp8" (axes: pp,
+            dp, fsdp, ep, cp, tp); by default all devices are on dp.
         model: a Hugging Face directory, ORG/NAME on the hub, a preset with random
             weights: demo, tiny, small, or a published size such as qwen3-0.6b
             (jaxrl_post.pretrained.presets), or an adapter of PEFT. An adapter is merged

@@ -142,7 +142,7 @@ def check_server(config: ServeConfig) -> None:
     """
     check_numbers(config)
     check_template(config.template)
-    read_mesh(config.mesh)
+    read_mesh(config.mesh, trains=False)
     check_paths(config)
     _check_follow(config)
     if config.max_model_len == 1:
@@ -287,5 +287,5 @@ def check_chat(config: ChatConfig) -> None:
     """
     check_numbers(config)
     check_template(config.template)
-    read_mesh(config.mesh)
+    read_mesh(config.mesh, trains=False)
     check_paths(config)

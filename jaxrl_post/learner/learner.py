@@ -28,8 +28,10 @@ from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
+from jaxrl_post.models.stack import stage_schedule
 from jaxrl_post.models.vision import for_devices
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
+from jaxrl_post.sharding.stages import STAGE_AXIS
 from jaxrl_post.types import PyTree, TokenBatch, rows
 
 __all__ = [
@@ -378,6 +380,7 @@ def begin_training(
             f"--update.router-*: {model.config.model_type} has no experts to balance; "
             "drop the options"
         )
+    _check_stages(model, update)
     optimizer = training.make_optimizer(optimizer_config, model.specs, num_steps)
     layout = training.shardings(
         model.specs,
@@ -396,6 +399,7 @@ def begin_training(
         scan=update.scan_layers,
         exact=exact,
         kernels=kernels,
+        rounds=update.stage_rounds,
         replay=replay,
     )
     predictor = None
@@ -412,8 +416,25 @@ def begin_training(
         max_grad_norm=optimizer_config.max_grad_norm,
         layout=layout,
         mesh=model.mesh,
-        # A row a device: long rows are cheaper than many, whose ends are padded.
-        microbatch_rows=split_size("batch", model.mesh, model.rules),
+        # A row a device: long rows are cheaper than many, whose ends are padded. With
+        # stages, these are as many microbatches as there are stages.
+        microbatch_rows=split_size("batch", model.mesh, model.rules)
+        * update.stage_groups,
         schedule=training.learning_rates(optimizer_config, num_steps),
     )
     return learner, training.create(model.params, optimizer, layout)
+
+
+def _check_stages(model: Model, update: UpdateConfig) -> None:
+    """Refuses options of stages on a mesh without them, or that the layers lack."""
+    stages = model.mesh.shape[STAGE_AXIS]
+    if stages > 1:
+        try:
+            stage_schedule(model.config, stages, update.stage_rounds, 1)
+        except ValueError as error:
+            raise ConfigError(f"--{error}") from error
+    elif (update.stage_rounds, update.stage_groups) != (None, 1):
+        raise ConfigError(
+            "--update.stage-*: the mesh has no pipeline stages; drop the options, or "
+            "give --mesh with pp"
+        )

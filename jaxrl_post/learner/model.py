@@ -34,6 +34,7 @@ from jaxrl_post.messages import PICTURE
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
+from jaxrl_post.models.stack import stage_schedule
 from jaxrl_post.models.vision_params import VisionParams
 from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
@@ -54,6 +55,7 @@ from jaxrl_post.sharding import (
     processes,
     split_size,
 )
+from jaxrl_post.sharding.stages import STAGE_AXIS
 from jaxrl_post.types import PyTree
 
 __all__ = [
@@ -269,6 +271,11 @@ def describe_model(
             f"--mesh: cp cuts rows, and layers of {config.model_type} carry a state "
             f"along them; take dp, fsdp or tp instead of cp, for {option} {name}"
         )
+    if (stages := device_mesh.shape.get(STAGE_AXIS, 1)) > 1:
+        try:
+            stage_schedule(config, stages, None, 1)
+        except ValueError as error:
+            raise MeshError(f"--{error}, for {option} {name}") from error
     if config.selects and split_size("context", device_mesh, rules) > 1:
         whole, config = config.max_length, config.within(1)
         _LOGGER.warning(

@@ -99,6 +99,7 @@ class Policy:
         exact: whether log-probs get their values from `models.exact`, which the
             sampler gives to the last bit, and their gradient from `forward`.
         kernels: implementation of attention and of log-probs.
+        rounds: chunks of layers of a pipeline stage, as `Execution.rounds`.
         replay: whether each token gets the experts of `TokenBatch.experts`, as far as
             they are known (Ma et al., arXiv:2510.11370).
     """
@@ -112,6 +113,7 @@ class Policy:
     scan: bool = False
     exact: bool = False
     kernels: Implementation = "auto"
+    rounds: int | None = None
     replay: bool = False
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
@@ -223,7 +225,7 @@ def _with_pictures(
 
 def _how(policy: Policy, chunks: Chunks) -> dict[str, Any]:
     """Keyword arguments of the model's forward pass: rules and execution."""
-    execution = Execution(policy.remat, policy.scan, policy.kernels)
+    execution = Execution(policy.remat, policy.scan, policy.kernels, policy.rounds)
     return {"rules": chunks.rules, "execution": execution}
 
 

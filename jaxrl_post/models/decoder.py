@@ -1,11 +1,9 @@
 """The decoder: one pure function for training, prefill and decoding."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -19,14 +17,14 @@ from jaxrl_post.models.attention import (
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.experts import Chosen, RouterInputs, Routing, routing
-from jaxrl_post.models.layer import Part, run_layer
+from jaxrl_post.models.layer import Part
 from jaxrl_post.models.layers import embed, norm, per_layer_inputs, per_layer_rows
 from jaxrl_post.models.mtp import MTPTokens
 from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
 from jaxrl_post.models.rows import AllRows
-from jaxrl_post.models.selection import no_choice
+from jaxrl_post.models.stack import Execution, Remat, Stack, run_layers
 from jaxrl_post.models.vision.rows import PictureTokens
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
@@ -38,27 +36,6 @@ __all__ = [
     "forward_with_experts",
     "forward_with_routing",
 ]
-
-# Activations of a layer that are kept for the backward pass: all; only the results of
-# matrix products with parameters; or only the layer's input.
-Remat = Literal["none", "dots", "full"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """Options of how layers are computed, which do not change their result.
-
-    Attributes:
-        remat: activations that are kept for the backward pass.
-        scan: whether repeated layers run as a loop over stacked weights, which compiles
-            them once but copies the weights. Ignored with a `kv_view`.
-        kernels: implementation of attention, as in `kernels.attention`.
-    """
-
-    remat: Remat = "none"
-    scan: bool = False
-    kernels: Implementation = "auto"
-
 
 DEFAULT_EXECUTION = Execution()
 
@@ -200,6 +177,10 @@ def forward_with_routing(
 type Entry = LayerCache | StateCache | KeysValues | None
 
 
+# Fields of a place that the layers share, arrays [batch, length].
+FACTS = ("positions", "ends", "indices", "mask")
+
+
 @struct.dataclass
 class _Place:
     """Training, prefill and decoding as a `Mode`, with positions, masks and the cache.
@@ -244,6 +225,18 @@ class _Place:
         """A row for every token."""
         assert self.positions is not None
         return AllRows(self.positions.shape)
+
+    def of_layers(
+        self, config: ModelConfig, rotations: Array | None, *, cached: bool
+    ) -> list["_Place"]:
+        """The places of all layers; they differ in their rotation."""
+        assert self.positions is not None
+        past = None
+        if config.has_states and not cached:
+            past = Past.of(config, self.positions, self.ends)
+        tables = layer_tables(config, self.positions, rotations=rotations)
+        place = dataclasses.replace(self, past=past)
+        return [dataclasses.replace(place, tables=table) for table in tables]
 
     def parts(self, part: Array, of: Part) -> Sequence[Array]:
         """The whole: a compiler adds what devices split."""
@@ -302,30 +295,18 @@ def _run(
     place: _Place,
     kv_view: KVView | None,
     execution: Execution,
-) -> tuple[Array, list[Any], list[Any]]:
+) -> tuple[Array, Sequence[Any], Sequence[Any]]:
     """Returns hidden states and every layer's cache and routing (or None)."""
-    positions, ends, indices = place.positions, place.ends, place.indices
-    rules = place.rules
+    rules, told = place.rules, place.told
     given = rotations = None
     if isinstance(tokens, PictureTokens | MTPTokens):
         given, tokens = tokens, tokens.tokens
-    if positions is None:
+    if place.positions is None:
         length = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(length, tokens.shape)
-    past = None
-    if config.has_states and kv_view is None:
-        if indices is not None:
-            raise ValueError(
-                f"forward: layers of {config.model_type} carry a state from token to "
-                "token, and cp cuts rows into chunks; use a mesh without cp"
-            )
-        past = Past.of(config, positions, ends)
-    if config.selects and indices is not None:
-        raise ValueError(
-            f"forward: the indexers of {config.model_type} choose among all tokens of "
-            "a row, and cp cuts rows into chunks; use a mesh without cp, or a config "
-            f"with a max_length of at most index_topk; got {config.max_length}"
-        )
+        place = dataclasses.replace(place, positions=positions)
+    if place.indices is not None:
+        _check_chunks(config, kv_view)
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     levels: list[Array | None] = [None] * config.num_layers
     if given is not None:
@@ -333,26 +314,43 @@ def _run(
     if isinstance(given, PictureTokens):
         rotations = given.rotations
         levels[: given.num_levels] = given.levels(hidden.dtype)
-    inputs = _inputs(params, config, tokens, hidden, rules)
-    tables = layer_tables(config, positions, rotations=rotations)
-    told = _told(config, place.told)
-    place = dataclasses.replace(
-        place, positions=positions, past=past, kernels=execution.kernels
+    place = dataclasses.replace(place, told=None, kernels=execution.kernels)
+
+    def places(facts: tuple[Any, ...], rules: Rules) -> list[_Place]:
+        *facts, rotations = facts
+        own = dataclasses.replace(
+            place, rules=rules, **dict(zip(FACTS, facts, strict=True))
+        )
+        return own.of_layers(config, rotations, cached=kv_view is not None)
+
+    facts = *(getattr(place, name) for name in FACTS), rotations
+    stack = Stack(
+        params.layers,
+        _inputs(params, config, tokens, hidden, rules),
+        _told(config, told),
+        levels,
+        facts,
+        places,
+        rules,
     )
-    places = [
-        dataclasses.replace(place, tables=table, inputs=each, level=level, told=own)
-        for table, each, level, own in zip(tables, inputs, levels, told, strict=True)
-    ]
-    if execution.scan and kv_view is None:
-        hidden, entries, routed = _scan(
-            config, params.layers, hidden, places, execution.remat
+    flow = run_layers(config, stack, hidden, execution, kv_view)
+    hidden = norm(config, flow.hidden, params.final_norm)
+    return hidden.reshape(*tokens.shape, -1), flow.entries, flow.routed
+
+
+def _check_chunks(config: ModelConfig, kv_view: KVView | None) -> None:
+    """Refuses rows in chunks, of models that read whole rows."""
+    if config.has_states and kv_view is None:
+        raise ValueError(
+            f"forward: layers of {config.model_type} carry a state from token to "
+            "token, and cp cuts rows into chunks; use a mesh without cp"
         )
-    else:
-        hidden, entries, routed = _unrolled(
-            config, params.layers, hidden, places, execution.remat, kv_view
+    if config.selects:
+        raise ValueError(
+            f"forward: the indexers of {config.model_type} choose among all tokens of "
+            "a row, and cp cuts rows into chunks; use a mesh without cp, or a config "
+            f"with a max_length of at most index_topk; got {config.max_length}"
         )
-    hidden = norm(config, hidden, params.final_norm)
-    return hidden.reshape(*tokens.shape, -1), entries, routed
 
 
 def _inputs(
@@ -378,127 +376,3 @@ def _told(config: ModelConfig, told: Array | None) -> Sequence[Array | None]:
         for number, layer in enumerate(layers):
             found[layer] = told[:, :, number].reshape(-1, told.shape[-1])
     return found
-
-
-def _unrolled(
-    config: ModelConfig,
-    layers: Sequence[LayerParams[Array]],
-    hidden: Array,
-    places: Sequence[_Place],
-    remat: Remat,
-    kv_view: KVView | None,
-) -> tuple[Array, list[Any], list[Any]]:
-    """Runs one layer after the other."""
-    entries, routed, choice = [], [], None
-    for index, (layer, place) in enumerate(zip(layers, places, strict=True)):
-        source = config.layer(index).keys_of
-        if source is not None:
-            entry = entries[source]
-        else:
-            entry = None if kv_view is None else kv_view.layer(index)
-        step = functools.partial(run_layer, config, index)
-        hidden, entry, found, choice = _remat(step, remat)(
-            layer, hidden, dataclasses.replace(place, entry=entry, choice=choice)
-        )
-        entries.append(entry)
-        routed.append(found)
-    return hidden, entries, routed
-
-
-def _scan(
-    config: ModelConfig,
-    layers: Sequence[LayerParams[Array]],
-    hidden: Array,
-    places: Sequence[_Place],
-    remat: Remat,
-) -> tuple[Array, list[Any], list[Any]]:
-    """Runs all layers; repeated layers run as a `lax.scan` over stacked weights."""
-    entries: list[Any] = []
-    routed: list[Any] = []
-    num_levels = sum(place.level is not None for place in places)
-    assert places[0].positions is not None
-    choice = no_choice(config, places[0].positions.shape)
-    for first, period, repeats in _repetitions(config, num_levels):
-        numbers = range(first, first + period)
-        steps = [
-            _remat(
-                functools.partial(run_layer, config, index),
-                remat,
-                looped=repeats > 1,
-            )
-            for index in numbers
-        ]
-        # All repeats of a layer read the same keys, which were made before the loop.
-        sources = [config.layer(index).keys_of for index in numbers]
-        lent = [None if source is None else entries[source] for source in sources]
-
-        def body(
-            carry: tuple,
-            each: tuple,
-            steps: list = steps,
-            own: Sequence[_Place] = places[first : first + period],
-            lent: list = lent,
-        ) -> tuple:
-            found, (hidden, choice) = [], carry
-            for step, (layer, inputs, told), place, entry in zip(
-                steps, each, own, lent, strict=True
-            ):
-                place = dataclasses.replace(
-                    place, inputs=inputs, told=told, entry=entry, choice=choice
-                )
-                hidden, entry, one, choice = step(layer, hidden, place)
-                found.append((entry, one))
-            return (hidden, choice), tuple(found)
-
-        groups = [
-            tuple(
-                (layers[index], places[index].inputs, places[index].told)
-                for index in range(first + i * period, first + (i + 1) * period)
-            )
-            for i in range(repeats)
-        ]
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
-        (hidden, choice), found = jax.lax.scan(body, (hidden, choice), stacked)
-        for i in range(repeats):
-            for entry, one in jax.tree.map(lambda leaf, i=i: leaf[i], found):
-                entries.append(entry)
-                routed.append(one)
-    return hidden, entries, routed
-
-
-def _repetitions(
-    config: ModelConfig, num_levels: int = 0
-) -> list[tuple[int, int, int]]:
-    """Groups the layers as (first, period, repeats), with equal layers per period.
-
-    A layer whose keys others read is equal to no other, and so are the first
-    `num_levels` layers, each of which adds a level of pictures.
-    """
-    kinds = [
-        (config.layer(i), i if config.lends_keys(i) or i < num_levels else None)
-        for i in range(config.num_layers)
-    ]
-    found, first = [], 0
-    while first < len(kinds):
-        best = (1, 1)
-        for period in range(1, (len(kinds) - first) // 2 + 1):
-            end = first + period
-            while end < len(kinds) and kinds[end] == kinds[end - period]:
-                end += 1
-            repeats = (end - first) // period
-            if repeats > 1 and period * repeats > best[0] * best[1]:
-                best = (period, repeats)
-        found.append((first, *best))
-        first += best[0] * best[1]
-    return found
-
-
-def _remat(step: Callable, remat: Remat, *, looped: bool = False) -> Callable:
-    if remat == "none":
-        return step
-    policy = None
-    if remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    # The barrier against common subexpressions copies a layer's weights. A loop needs
-    # none, since its forward and backward pass are separate.
-    return jax.checkpoint(step, policy=policy, prevent_cse=not looped)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.sharding import Rules, TableSplit, constrain, dividing_axes
+from jaxrl_post.sharding import Rules, TableSplit, constrain, dividing_axes, on_parts
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["lookup"]
@@ -60,11 +60,10 @@ def _backward(rules: Rules, saved: Any, cotangent: Array) -> tuple[Array, None]:
         return local(TableSplit(), tokens, cotangent), None
     batch = dividing_axes("batch", tokens.shape[0], mesh, rules)
     split = TableSplit.of(table.shape, batch, mesh, rules)
-    run = jax.shard_map(
+    run = on_parts(
         functools.partial(local, split),
         in_specs=(P(batch), P(batch)),
         out_specs=split.gradient,
-        check_vma=False,
     )
     return run(tokens, cotangent), None
 

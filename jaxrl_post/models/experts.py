@@ -25,7 +25,7 @@ from jaxrl_post.models.config import Activation, MixtureOfExperts, ModelConfig
 from jaxrl_post.models.layers import activated, add_bias, mlp, project
 from jaxrl_post.models.matrix import Axes, grouped, part_axes
 from jaxrl_post.models.params import ExpertsParams
-from jaxrl_post.sharding import Rules, dividing_axes, partition_spec
+from jaxrl_post.sharding import Rules, dividing_axes, on_parts, partition_spec
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = [
@@ -302,11 +302,8 @@ def _experts(
     over_experts, over_ffn = map(_names, by_expert)
     gathered = tuple(axis for axis in over_experts if axis in split)
     run = functools.partial(run, over_experts, over_ffn, gathered=gathered)
-    return jax.shard_map(
-        run,
-        in_specs=(by_token, by_token, by_token, weight_specs),
-        out_specs=by_token,
-        check_vma=False,
+    return on_parts(
+        run, in_specs=(by_token, by_token, by_token, weight_specs), out_specs=by_token
     )(*arrays, weights)
 
 

@@ -11,7 +11,7 @@ __all__ = ["REMEDIES", "OutOfMemoryError", "memory_errors"]
 
 # Options that lower each row of `learner.memory.layout_table`.
 REMEDIES = {
-    "parameters": "--mesh with fsdp or tp over more devices, --dtype bfloat16",
+    "parameters": "--mesh with fsdp, pp or tp over more devices, --dtype bfloat16",
     "adapter": "a smaller --lora.rank",
     "optimizer": "--mesh with fsdp over more devices, --optimizer.moment-dtype "
     "bfloat16, --optimizer.name adafactor, or --lora.rank 16 (an adapter)",

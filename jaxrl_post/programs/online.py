@@ -439,9 +439,9 @@ def _tell_gathers(run: Run[RLConfig], layout: SamplerLayout) -> None:
     gathered = layout.gathered_a_token(run.model)
     if gathered:
         run.console.print(
-            "sampling: the mesh splits the weights (fsdp, cp), so every decoded token "
-            f"gathers {gathered / 2**20:,.1f} MiB of the layers on every device; with "
-            "--rollout.mesh of dp and tp they stay where they are",
+            "sampling: the mesh splits the weights (pp, fsdp, cp), so every decoded "
+            f"token gathers {gathered / 2**20:,.1f} MiB of the layers on every "
+            "device; with --rollout.mesh of dp and tp they stay where they are",
             style="yellow",
             markup=False,
             highlight=False,

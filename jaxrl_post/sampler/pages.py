@@ -23,7 +23,7 @@ from jaxrl_post.models.cache import SharedCache, state_specs, states
 from jaxrl_post.models.spec import is_spec
 from jaxrl_post.sampler.sizes import PAGE
 from jaxrl_post.sampler.snapshots import NO_STATE
-from jaxrl_post.sharding import Rules, dividing_axes
+from jaxrl_post.sharding import Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, HostOrDevice, Int, PyTree
 
 __all__ = [
@@ -365,19 +365,17 @@ def _on_parts(
     batch = dividing_axes("batch", pages, mesh, rules) or None
     assert batch == (dividing_axes("batch", rows, mesh, rules) or None)
 
-    def on_parts(function: Callable[..., Array]) -> Callable[..., Array]:
+    def split(function: Callable[..., Array]) -> Callable[..., Array]:
         def run(entries: Array, *arguments: Any) -> Array:
             # Layers may have other numbers of heads.
             heads = dividing_axes("kv_heads", entries.shape[1], mesh, rules) or None
             specs = tuple(P(batch, heads) if flag else P(batch) for flag in has_heads)
-            local = jax.shard_map(
-                function, in_specs=specs, out_specs=P(batch, heads), check_vma=False
-            )
+            local = on_parts(function, in_specs=specs, out_specs=P(batch, heads))
             return local(entries, *arguments)
 
         return run
 
-    return on_parts
+    return split
 
 
 def _on_state_parts(
@@ -414,10 +412,7 @@ def _on_state_parts(
         specs,
         is_leaf=is_spec,
     )
-    local = jax.shard_map(
-        function,
-        in_specs=(*(whole for _ in trees), P(batch)),
-        out_specs=whole,
-        check_vma=False,
+    local = on_parts(
+        function, in_specs=(*(whole for _ in trees), P(batch)), out_specs=whole
     )
     return local(*arguments)

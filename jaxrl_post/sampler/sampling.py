@@ -27,7 +27,7 @@ from jaxrl_post.sampler.truncation import (
     least_kept,
     likeliest,
 )
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Float, Int, UInt
 
 __all__ = [
@@ -188,11 +188,10 @@ def over_vocab(
     if not vocab:
         return part(logits, *by_row)
     batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
-    return jax.shard_map(
+    return on_parts(
         functools.partial(part, axes=vocab),
         in_specs=(P(*batch, vocab), *[batch] * len(by_row)),
         out_specs=batch,
-        check_vma=False,
     )(logits, *by_row)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.sharding.partition import dividing_axes
+from jaxrl_post.sharding.partition import dividing_axes, on_parts
 from jaxrl_post.sharding.rules import Rules
 from jaxrl_post.types import Array, Float, Int
 
@@ -136,12 +136,9 @@ class Chunks:
                 found = jnp.where(own[..., None], read, found)
             return found
 
-        return jax.shard_map(
-            local,
-            in_specs=(self._spec,) * 3,
-            out_specs=self._spec,
-            check_vma=False,
-        )(array, owner, offset)
+        return on_parts(local, in_specs=(self._spec,) * 3, out_specs=self._spec)(
+            array, owner, offset
+        )
 
     @property
     def _spec(self) -> P:

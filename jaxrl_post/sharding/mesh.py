@@ -1,11 +1,13 @@
 """Builds a `jax.sharding.Mesh` from a string such as `dp4,tp8`.
 
-Axes, outermost first: `dp` (data parallel, parameters replicated), `fsdp` (data
-parallel, parameters sharded), `ep` (like `fsdp`, but each device holds whole experts of
-its own), `cp` (context parallel: a training row is cut into chunks; parameters sharded)
-and `tp` (tensor parallel). The order in the string does not matter. Devices are laid
-out so that `tp`, which communicates in every layer, gets the fastest links; `dp`, which
-communicates once per step, may span slow ones.
+Axes, outermost first: `pp` (pipeline parallel: in training each stage computes layers
+of its own; elsewhere it is like `fsdp`), `dp` (data parallel, parameters replicated),
+`fsdp` (data parallel, parameters sharded), `ep` (like `fsdp`, but each device holds
+whole experts of its own), `cp` (context parallel: a training row is cut into chunks;
+parameters sharded) and `tp` (tensor parallel). The order in the string does not matter.
+Devices are laid out so that `tp`, which communicates in every layer, gets the fastest
+links. `pp`, which passes activations between neighbours, and `dp`, which communicates
+once per step, may span slow ones.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ def create_mesh(
         MeshError: see `parse_mesh`.
 
     >>> dict(create_mesh("tp1", jax.devices()[:1]).shape)
-    {'dp': 1, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 1}
+    {'pp': 1, 'dp': 1, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = tuple(parse_mesh(spec, len(devices)).values())

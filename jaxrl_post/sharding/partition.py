@@ -1,7 +1,7 @@
 """Computes shardings of arrays and trees from logical axes, rules and a mesh."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ __all__ = [
     "constrain",
     "dividing_axes",
     "named_shardings",
+    "on_parts",
     "partition_spec",
     "per_device_bytes",
     "place",
@@ -160,6 +161,30 @@ def constrain(
         for size, axis in zip(value.shape, axes, strict=True)
     ]
     return jax.lax.with_sharding_constraint(value, P(*entries))
+
+
+def on_parts(
+    function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Lets each device of the mesh of `jax.set_mesh` compute on its parts of arrays.
+
+    Inside a stage of a pipeline (`sharding.stages`), the parts are split over the
+    other axes of the mesh.
+
+    Args:
+        function: of the parts; it may exchange them along the mesh's axes.
+        in_specs: PartitionSpecs of its arguments, as `jax.shard_map` takes them.
+        out_specs: PartitionSpecs of its results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        function,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        # The checker does not know that a gathered value is equal on all devices.
+        check_vma=False,
+    )
 
 
 def per_device_bytes(tree: PyTree) -> int:

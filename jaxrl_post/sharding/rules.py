@@ -17,7 +17,7 @@ class Rules:
 
     >>> print(DEFAULT_RULES.replace(ffn=()).table())  # doctest: +ELLIPSIS
     logical axis  mesh axes
-    batch         dp, fsdp, ep
+    batch         pp, dp, fsdp, ep
     ...
     ffn           -
     ...
@@ -56,10 +56,23 @@ class Rules:
         The context axes then split them as the axes of the batch do.
 
         >>> DEFAULT_RULES.with_context_as_batch().mesh_axes("batch")
-        ('dp', 'fsdp', 'ep', 'cp')
+        ('pp', 'dp', 'fsdp', 'ep', 'cp')
         """
         both = *self.mesh_axes("batch"), *self.mesh_axes("context")
         return self.replace(batch=tuple(dict.fromkeys(both)))
+
+    def without(self, mesh_axis: str) -> "Rules":
+        """Rules that split nothing over an axis of the mesh.
+
+        >>> DEFAULT_RULES.without("dp").mesh_axes("batch")
+        ('pp', 'fsdp', 'ep')
+        """
+        return Rules(
+            tuple(
+                (name, tuple(axis for axis in axes if axis != mesh_axis))
+                for name, axes in self.entries
+            )
+        )
 
     def table(self) -> str:
         """Formats the table for printing."""
@@ -71,14 +84,16 @@ class Rules:
 DEFAULT_RULES = Rules.of(
     {
         # Activations.
-        "batch": ("dp", "fsdp", "ep"),
+        "batch": ("pp", "dp", "fsdp", "ep"),
         "length": (),
         # The chunks of a row, in training (`sharding.Chunks`).
         "context": ("cp",),
         "hidden": (),
+        # The hidden dim of what a stage passes to the next: each device sends a part.
+        "passed": ("tp",),
         # Parameters, and activations with the same dimensions.
         "vocab": ("tp",),
-        "embed": ("fsdp", "ep", "cp"),
+        "embed": ("fsdp", "ep", "cp", "pp"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "head_dim": (),
@@ -90,7 +105,7 @@ DEFAULT_RULES = Rules.of(
         "rank": (),
         # Experts. ep splits their number, so it cannot split their other dimensions.
         "experts": ("ep",),
-        "expert_embed": ("fsdp", "cp"),
+        "expert_embed": ("fsdp", "cp", "pp"),
         "expert_ffn": ("tp",),
         "router": (),
         # A vision tower: its layers, its projection of a patch, its grid of positions.

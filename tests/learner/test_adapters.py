@@ -125,13 +125,13 @@ def test_only_the_adapter_moves_and_the_reference_is_the_base(config):
 @pytest.mark.meshes
 def test_meshes_agree():
     results = []
-    for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8)):
+    for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8), ("pp2,dp2,tp2", 8)):
         model, learner, state = begin(RANK4, mesh, count)
         batch, _ = scored(batch_of(), model, learner, state)
         state, first = learner.update(state, batch, where="step 1")
         state, second = learner.update(state, batch, where="step 2")
         results.append((first["train/grad_norm"], second["train/loss"]))
-    np.testing.assert_allclose(results[0], results[1], rtol=1e-4)
+    np.testing.assert_allclose(results, [results[0]] * 3, rtol=1e-4)
 
 
 def test_the_model_is_saved_merged_and_the_adapter_by_itself(tmp_path):
@@ -247,11 +247,11 @@ def test_a_reward_model_trains_its_head_whole_and_the_rest_by_an_adapter(dtype):
 def test_meshes_agree_on_a_head():
     config = dataclasses.replace(RANK4, quantize="int8")
     found = []
-    for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8)):
+    for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8), ("pp2,fsdp2,tp2", 8)):
         model = with_adapter(config, with_head("value", mesh, count), seed=0)
         _, _, seen = train(model, bradley_terry(), pairs(), steps=2)
         found.append((seen[0]["train/grad_norm"], seen[1]["train/loss"]))
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
+    np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-4)
 
 
 def test_weight_decay_takes_from_a_head_with_an_adapter_and_without():

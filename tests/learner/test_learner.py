@@ -109,7 +109,9 @@ def on_one_device() -> np.ndarray:
         pytest.param("dp2,tp4", marks=pytest.mark.all),
         pytest.param("fsdp4,tp2", marks=pytest.mark.all),
         pytest.param("fsdp2,cp4", marks=pytest.mark.all),
+        pytest.param("pp2,cp2,tp2", marks=pytest.mark.all),
         "dp2,fsdp2,tp2",
+        "pp2,fsdp2,tp2",
     ],
 )
 def test_meshes_give_the_losses_and_norms_of_one_device(mesh_spec, on_one_device):

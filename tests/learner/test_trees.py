@@ -271,6 +271,7 @@ EVERY_DAY = {
     ("dpo", "dp2,tp4"),
     ("distillation", "fsdp4,tp2"),
     ("grpo", "dp2,cp2,tp2"),
+    ("kto", "pp2,dp4"),
 }
 
 
@@ -279,7 +280,8 @@ EVERY_DAY = {
     ("name", "mesh"),
     daily(
         itertools.product(
-            CASES, ["dp8", "fsdp4,tp2", "dp2,tp4", "dp2,cp2,tp2", "fsdp2,cp4"]
+            CASES,
+            ["dp8", "fsdp4,tp2", "dp2,tp4", "dp2,cp2,tp2", "fsdp2,cp4", "pp2,dp4"],
         ),
         EVERY_DAY,
     ),

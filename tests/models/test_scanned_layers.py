@@ -17,7 +17,7 @@ from jaxrl_post.models import (
     initialize,
     param_specs,
 )
-from jaxrl_post.models.decoder import Execution, _repetitions
+from jaxrl_post.models.stack import Execution, repetitions
 
 SIZES = 64, 16, 24, 4, 2, 1
 EXPERTS = MixtureOfExperts(4, 2, 16)
@@ -48,7 +48,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_repeats_is_found(name):
     config, expected = CONFIGS[name]
-    assert _repetitions(config) == expected
+    assert repetitions(config) == expected
 
 
 @pytest.mark.parametrize(

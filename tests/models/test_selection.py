@@ -22,9 +22,9 @@ from jaxrl_post.models import (
     selection,
 )
 from jaxrl_post.models.cache import SharedCache
-from jaxrl_post.models.decoder import Execution, _repetitions
 from jaxrl_post.models.exact import check_exact
 from jaxrl_post.models.rope import rope_tables
+from jaxrl_post.models.stack import Execution, repetitions
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from tests import tiny
 from tests.tiers import daily
@@ -218,8 +218,8 @@ def test_a_cache_has_the_keys_of_its_indexers():
 
 
 def test_layers_that_choose_and_that_share_run_as_loops():
-    assert _repetitions(CONFIG) == [(0, 2, 2), (4, 1, 1)]
-    assert _repetitions(HALVES) == [(0, 1, 5)]
+    assert repetitions(CONFIG) == [(0, 2, 2), (4, 1, 1)]
+    assert repetitions(HALVES) == [(0, 1, 5)]
 
 
 @every_config

@@ -26,8 +26,8 @@ from jaxrl_post.models import (
     forward,
 )
 from jaxrl_post.models.adapters.lora import adapted, initialize_adapter
-from jaxrl_post.models.decoder import Execution, _repetitions
 from jaxrl_post.models.exact import exact_forward
+from jaxrl_post.models.stack import Execution, repetitions
 from jaxrl_post.sharding import create_mesh
 from tests import tiny
 from tests.tiers import daily
@@ -235,7 +235,7 @@ def test_every_parameter_but_the_scales_has_a_gradient(naive):
 
 
 def test_layers_repeat_between_those_that_lend_their_keys():
-    assert _repetitions(CONFIG) == [(0, 1, 2), (2, 1, 1), (3, 1, 1), (4, 2, 2)]
+    assert repetitions(CONFIG) == [(0, 1, 2), (2, 1, 1), (3, 1, 1), (4, 2, 2)]
 
 
 def test_packed_rows_are_their_sequences_alone():

@@ -37,7 +37,7 @@ MODELS = [
     ),
     Fault(
         "layers whose keys others read run as a loop",
-        f"{DECODER}::_repetitions",
+        "models/stack.py::repetitions",
         "config.lends_keys(i) or i < num_levels",
         "i < num_levels",
         SHARED,

@@ -101,7 +101,7 @@ VISION = [
     ),
     Fault(
         "layers that add levels run as a loop",
-        "models/decoder.py::_repetitions",
+        "models/stack.py::repetitions",
         "config.lends_keys(i) or i < num_levels",
         "config.lends_keys(i)",
         "parity/test_picture_rows.py",

@@ -148,7 +148,14 @@ def test_another_layout_is_published_as_in_a_run():
     mesh = create_mesh("fsdp8")
     sampler = make_sampler(planned(MOVED), CONFIG, mesh)
     assert sampler is not None
-    assert dict(sampler.mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "cp": 1, "tp": 4}
+    assert dict(sampler.mesh.shape) == {
+        "pp": 1,
+        "dp": 2,
+        "fsdp": 1,
+        "ep": 1,
+        "cp": 1,
+        "tp": 4,
+    }
     specs = models.param_specs(CONFIG)
     params = models.initialize(jax.random.key(0), specs, jnp.bfloat16, mesh)
     _, sent = Relayout(sampler.params)(params)

@@ -96,7 +96,14 @@ def test_the_samples_are_those_of_the_trainers_own_arrays(kind):
     model = make_model("fsdp4,tp2", **KINDS[kind])
     expected, own, _ = sampled(model, RolloutConfig())
     found, moved, layout = sampled(model, RolloutConfig(mesh="dp2,tp4"))
-    assert dict(layout.mesh.shape) == {"dp": 2, "fsdp": 1, "ep": 1, "cp": 1, "tp": 4}
+    assert dict(layout.mesh.shape) == {
+        "pp": 1,
+        "dp": 2,
+        "fsdp": 1,
+        "ep": 1,
+        "cp": 1,
+        "tp": 4,
+    }
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.tokens.ids, other.tokens.ids)
         np.testing.assert_allclose(

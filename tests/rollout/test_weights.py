@@ -22,6 +22,7 @@ pytestmark = pytest.mark.meshes
 CONFIG = dataclasses.replace(tiny.CONFIG, num_layers=2)
 SPECS = param_specs(CONFIG)
 MESHES = ["fsdp8", "dp2,tp4", "dp2,fsdp2,tp2", "tp8", "dp8"]
+SOURCES = [*MESHES[:3], "pp2,dp2,tp2", "pp2,fsdp4"]
 
 
 def targets(mesh, dtype=F32):
@@ -49,7 +50,7 @@ def received(array, target):
     return count * min(array.dtype.itemsize, target.dtype.itemsize)
 
 
-@pytest.mark.parametrize("source", MESHES[:3])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("target", MESHES)
 def test_every_value_arrives(source, target):
     params = tiny.params(CONFIG, mesh=create_mesh(source))

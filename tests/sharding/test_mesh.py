@@ -26,7 +26,7 @@ from jaxrl_post.sharding import MeshError, create_mesh, parse_mesh
 def test_a_mesh_that_fits(spec, devices, sizes):
     parsed = parse_mesh(spec, devices)
     dp, fsdp, tp = sizes
-    assert parsed == {"dp": dp, "fsdp": fsdp, "ep": 1, "cp": 1, "tp": tp}
+    assert parsed == {"pp": 1, "dp": dp, "fsdp": fsdp, "ep": 1, "cp": 1, "tp": tp}
     assert list(parsed) == ["dp", "fsdp", "ep", "cp", "tp"]
 
 
@@ -64,5 +64,5 @@ def test_tensor_parallel_devices_are_neighbours():
 def test_a_mesh_over_some_of_the_devices():
     chosen = jax.devices()[2:6]
     mesh = create_mesh("tp-1", chosen)
-    assert dict(mesh.shape) == {"dp": 1, "fsdp": 1, "ep": 1, "cp": 1, "tp": 4}
+    assert dict(mesh.shape) == {"pp": 1, "dp": 1, "fsdp": 1, "ep": 1, "cp": 1, "tp": 4}
     assert list(mesh.devices.flat) == chosen

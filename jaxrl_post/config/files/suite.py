@@ -136,7 +136,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
     """
     check_numbers(config)
     check_template(config.template)
-    read_mesh(config.mesh)
+    read_mesh(config.mesh, trains=False)
     for part in parts_of(config):
         with naming_part(config, part):
             _check_part(part.config)

@@ -13,7 +13,7 @@ from jaxrl_post.kernels.attention.forest import require_forest
 from jaxrl_post.kernels.attention.packed import Facts, Plan, Tiles, attend_packed
 from jaxrl_post.kernels.attention.reference import PLAIN, Scoring, attend, visible
 from jaxrl_post.kernels.dispatch import Implementation, choose
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Float, Int, Num
 
 __all__ = ["QUERY_TILE", "TILE", "Sight", "attention", "in_tiles"]
@@ -236,11 +236,10 @@ def _packed(
         return attend_packed(plan, query, key, value, *others)
 
     of_kv = P(batch, kv_heads)
-    return jax.shard_map(
+    return on_parts(
         local,
         in_specs=(P(batch, None, heads), of_kv, of_kv, P(batch), P(heads)),
         out_specs=P(batch, None, heads),
-        check_vma=False,
     )(query, key, value, facts, sinks)
 
 

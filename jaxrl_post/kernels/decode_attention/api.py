@@ -17,7 +17,7 @@ from jaxrl_post.kernels.decode_attention.quantized import (
 from jaxrl_post.kernels.decode_attention.reference import attend_concatenated
 from jaxrl_post.kernels.decode_attention.xla import Part, attend_in_parts, part_of_keys
 from jaxrl_post.kernels.dispatch import Implementation, choose
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["decode_attention"]
@@ -143,12 +143,9 @@ def decode_attention(
         P(batch, None, split_heads), of_kv, of_kv, of_rows, of_rows, P(split_heads),
         None if shared is None else (of_kv, of_kv, of_rows, of_rows),
     )  # fmt: skip
-    return jax.shard_map(
-        on_device,
-        in_specs=specs,
-        out_specs=P(batch, None, split_heads),
-        check_vma=False,
-    )(*arguments)
+    return on_parts(on_device, in_specs=specs, out_specs=P(batch, None, split_heads))(
+        *arguments
+    )
 
 
 def _unsupported_on_gpu(key: Any, value: Any) -> str | None:

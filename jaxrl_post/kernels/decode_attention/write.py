@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.decode_attention.quantized import Entries
 from jaxrl_post.kernels.dispatch import Implementation, choose, without_gpu_kernel
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Int
 
 __all__ = ["write_entries"]
@@ -69,11 +69,10 @@ def write_entries(
         return write(entries, new, places)
     batch = dividing_axes("batch", leaf.shape[0], mesh, rules) or None
     heads = dividing_axes("kv_heads", leaf.shape[1], mesh, rules) or None
-    return jax.shard_map(
+    return on_parts(
         write,
         in_specs=(P(batch, heads), P(batch, heads), P(batch)),
         out_specs=P(batch, heads),
-        check_vma=False,
     )(entries, new, places)
 
 

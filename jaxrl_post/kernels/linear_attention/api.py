@@ -12,7 +12,7 @@ from jaxrl_post.kernels.dispatch import Implementation, choose, without_gpu_kern
 from jaxrl_post.kernels.linear_attention import chunks, pallas_tpu
 from jaxrl_post.kernels.linear_attention.inputs import LinearInputs
 from jaxrl_post.kernels.linear_attention.plan import StatePlan
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Float
 
 __all__ = ["linear_attention", "linear_continued", "linear_step"]
@@ -175,4 +175,4 @@ def _on_parts(function: Callable[..., Any], ins: Any, outs: Any) -> Callable[...
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
-    return jax.shard_map(function, in_specs=ins, out_specs=outs, check_vma=False)
+    return on_parts(function, in_specs=ins, out_specs=outs)

@@ -12,7 +12,13 @@ from jaxrl_post.kernels.dispatch import Implementation, choose, platform
 from jaxrl_post.kernels.next_token import reference, xla
 from jaxrl_post.kernels.next_token.parts import Layout
 from jaxrl_post.kernels.next_token.parts import draw as draw_by_parts
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, TableSplit, dividing_axes
+from jaxrl_post.sharding import (
+    DEFAULT_RULES,
+    Rules,
+    TableSplit,
+    dividing_axes,
+    on_parts,
+)
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["NextToken", "next_token"]
@@ -117,11 +123,8 @@ def next_token(
     )
     if several:
         by_row = P(batch)
-        local = jax.shard_map(
-            local,
-            in_specs=(by_row, split.rows, by_row, by_row),
-            out_specs=by_row,
-            check_vma=False,
+        local = on_parts(
+            local, in_specs=(by_row, split.rows, by_row, by_row), out_specs=by_row
         )
     return NextToken(*local(hidden, unembedding, uniforms, temperature))
 

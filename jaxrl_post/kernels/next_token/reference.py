@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.next_token.inverse import BLOCK, find
 from jaxrl_post.kernels.token_logprob import exponentials
-from jaxrl_post.sharding import Rules, dividing_axes
+from jaxrl_post.sharding import Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Float, Int
 
 __all__ = ["Weighed", "draw", "invert", "select", "weigh"]
@@ -55,11 +55,10 @@ def draw(
     if not vocab:
         return _draw(logits, uniforms, temperature)
     batch = P(dividing_axes("batch", logits.shape[0], mesh, rules))
-    return jax.shard_map(
+    return on_parts(
         functools.partial(_draw, axes=vocab),
         in_specs=(P(*batch, vocab), batch, batch),
         out_specs=batch,
-        check_vma=False,
     )(logits, uniforms, temperature)
 
 

@@ -17,7 +17,13 @@ from jaxrl_post.kernels.token_logprob.reference import (
     TokenLogprob,
     from_logits,
 )
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, TableSplit, partition_spec
+from jaxrl_post.sharding import (
+    DEFAULT_RULES,
+    Rules,
+    TableSplit,
+    on_parts,
+    partition_spec,
+)
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["Scaling", "TokenLogprob", "tile_rows", "token_logprob"]
@@ -269,11 +275,10 @@ def _fused_forward(
 
     if plan.split is not None:
         rows = P(plan.split.batch)
-        local = jax.shard_map(
+        local = on_parts(
             local,
             in_specs=(rows, plan.split.rows, rows),
             out_specs=(rows, P(plan.split.batch, plan.split.vocab)),
-            check_vma=False,
         )
     (logprob, residuals), logits = local(hidden, weight, by_row)
     found = logprob, residuals.entropy, residuals.normalizer
@@ -315,11 +320,10 @@ def _fused_backward(
     if plan.split is not None:
         rows = P(plan.split.batch)
         of_logits = P(plan.split.batch, plan.split.vocab)
-        local = jax.shard_map(
+        local = on_parts(
             local,
             in_specs=(of_logits, rows, plan.split.rows, rows, rows, rows),
             out_specs=(rows, plan.split.gradient),
-            check_vma=False,
         )
     logits, hidden, weight, by_row, residuals = saved
     gradients = local(logits, hidden, weight, by_row, residuals, cotangents)

@@ -33,7 +33,13 @@ from jaxrl_post.models.recurrences import LinearAttention
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rows import CountedRows
 from jaxrl_post.models.spec import is_spec
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, partition_spec
+from jaxrl_post.sharding import (
+    DEFAULT_RULES,
+    Rules,
+    dividing_axes,
+    on_parts,
+    partition_spec,
+)
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["check_exact", "exact_forward"]
@@ -168,7 +174,7 @@ def exact_forward(
     of_rows = P(split.batch)
     of_cache = None if cache is None else _cache_specs(config, cache, split)
     specs = param_specs(config)
-    return jax.shard_map(
+    return on_parts(
         functools.partial(_local, config, split),
         in_specs=(
             _weight_specs(
@@ -184,7 +190,6 @@ def exact_forward(
             of_cache,
         ),
         out_specs=(of_rows, of_cache),
-        check_vma=False,
     )(weights, *arrays)
 
 

@@ -19,7 +19,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import logits_of, unembedding
 from jaxrl_post.models.params import DecoderParams
 from jaxrl_post.models.rows import CountedRows
-from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes
+from jaxrl_post.sharding import DEFAULT_RULES, Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array, Bool, Float, Int
 
 __all__ = ["ExactHead"]
@@ -176,7 +176,7 @@ class ExactHead(NamedTuple):
         batch = dividing_axes("batch", arrays[0].shape[0], mesh, rules)
         vocab = dividing_axes("vocab", weight.shape[0], mesh, rules)
         both = P(batch, vocab)
-        return jax.shard_map(
+        return on_parts(
             functools.partial(local, vocab),
             in_specs=(
                 P(vocab),
@@ -186,7 +186,6 @@ class ExactHead(NamedTuple):
                 ),
             ),
             out_specs=both if by_column == () else P(batch),
-            check_vma=False,
         )(weight, *arrays)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.decode_attention import QuantizedEntries
-from jaxrl_post.sharding import Rules, dividing_axes
+from jaxrl_post.sharding import Rules, dividing_axes, on_parts
 from jaxrl_post.types import Array
 
 __all__ = ["NO_KEY", "by_batch", "plain"]
@@ -48,10 +48,7 @@ def by_batch(
     if heads is not None:
         split = dividing_axes("heads", heads, mesh, rules) or None
         of_query = of_result = P(batch, None, split)
-    local = jax.shard_map(
-        function,
-        in_specs=(of_query, *(P(batch) for _ in others)),
-        out_specs=of_result,
-        check_vma=False,
+    local = on_parts(
+        function, in_specs=(of_query, *(P(batch) for _ in others)), out_specs=of_result
     )
     return local(query, *others)

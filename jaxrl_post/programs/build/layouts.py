@@ -223,7 +223,7 @@ def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
 
 
 def gathered_bytes(params: PyTree) -> int:
-    """Bytes of weights that a device receives to gather what fsdp and cp split.
+    """Bytes of weights that a device receives to gather what pp, fsdp and cp split.
 
     Decoding gathers the dimensions that they split, alone or together with ep. What ep
     splits alone is not counted: for routed experts it is not gathered.
@@ -238,7 +238,7 @@ def gathered_bytes(params: PyTree) -> int:
         whole = math.prod(leaf.sharding.shard_shape(leaf.shape))
         for entry in leaf.sharding.spec:
             names = (entry,) if isinstance(entry, str) else entry or ()
-            if {"fsdp", "cp"} & set(names):
+            if {"pp", "fsdp", "cp"} & set(names):
                 whole *= math.prod(leaf.sharding.mesh.shape[name] for name in names)
         own = math.prod(leaf.sharding.shard_shape(leaf.shape))
         total += (whole - own) * leaf.dtype.itemsize
