@@ -29,7 +29,9 @@ from launch import plan
 
 # Two nodes of four devices; a byte takes nine times as long between them.
 TWO = Network((0, 0, 0, 0, 1, 1, 1, 1), 9.0)
-CONFIG = ModelConfig("llama", 1024, 256, 512, 2, num_heads=8, num_kv_heads=4)
+CONFIG = ModelConfig(
+    "llama", 1024, 256, 512, 2, num_heads=8, num_kv_heads=4, head_dim=64
+)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_the_compiler_takes_the_other_gpus(name, tmp_path, capsys):
 SAMPLED = (
     "--rollout.prompts-per-step=8",
     "--rollout.max-prompt-tokens=32",
-    "--rollout.max-tokens=64",
+    "--rollout.max-tokens=128",
     "--row-tokens=256",
     "--compile-largest",
 )

@@ -172,10 +172,12 @@ def test_each_side_is_planned_as_if_it_were_alone(divided):
     assert half.pace.step == max(half.pace.train, half.pace.sample)
     training, sampling = half.memory
     assert training == trainer.memory
-    # The version that samples, and the one that comes.
+    # The version that samples, and the one that comes. A burst's view has 48 tokens of
+    # 16 samples and 32 of four prompts, of two heads of 8 numbers in two layers.
     assert sampling == {
         "copies": 2 * per_device_bytes(sampler.params),
         "cache": per_device_bytes(sampler.pages),
+        "view": (16 * 48 + 4 * 32) * 2 * 2 * (8 + 8) * 2,
     }
 
 
@@ -196,7 +198,15 @@ def test_in_turns_the_samplers_layout_is_on_all_devices(divided):
     assert divided[0] == pools.divide(config, CONFIG, MEMORY)[0]
     pace = divided[0].pace
     assert pace.step == pytest.approx(pace.train + pace.sample + pace.publish)
-    assert set(divided[0].memory[0]) >= {"parameters", "optimizer", "copies", "cache"}
+    # Gradients and activations are gone while the sampler has its view.
+    training, sampling = divided[0].memory
+    assert sampling.keys() - training.keys() == {"view"}
+    assert training.keys() - sampling.keys() == {
+        "gradients",
+        "activations",
+        "vocabulary",
+    }
+    assert all(sampling[name] == training[name] for name in sampling if name != "view")
 
 
 def test_samplers_in_other_processes_need_a_copy_of_what_is_sent(divided):

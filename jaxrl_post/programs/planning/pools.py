@@ -105,7 +105,7 @@ class Division:
         samplers: number of samplers; 0 if they share the trainer's devices.
         each: devices of a sampler.
         pace: seconds of a step.
-        memory: for the trainer and for a sampler, bytes of a device by what takes them.
+        memory: while training and while sampling, bytes of a device by what takes them.
         publication: of a version; None if the samplers share the trainer's devices.
         programs: counted.
     """
@@ -252,10 +252,16 @@ def _together(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Divi
     trainer = make_trainer(config, architecture, mesh)
     sampler = make_sampler(config, architecture, mesh)
     memory, (pace, made) = trainer.memory, _counted(chip, trainer, sampler)
-    if sampler is not None:
-        pages, copies = sampler.resident
-        memory |= {"copies": per_device_bytes(copies), "cache": per_device_bytes(pages)}
-    return Division(mesh.size, 0, 0, pace, (memory,), programs=made)
+    if sampler is None:
+        return Division(mesh.size, 0, 0, pace, (memory,), programs=made)
+    pages, copies = map(per_device_bytes, sampler.resident)
+    # The trainer's state and the sampler's stay while the other one works.
+    held = {"copies": copies, "cache": pages}
+    stays = {name: memory[name] for name in ("parameters", "optimizer")}
+    sampling = {**stays, **held, "view": sampler.view_bytes}
+    return Division(
+        mesh.size, 0, 0, pace, ({**memory, **held}, sampling), programs=made
+    )
 
 
 def _apart(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Division:
@@ -268,6 +274,7 @@ def _apart(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Divisio
     sampling = {
         "copies": (1 + ahead) * per_device_bytes(sampler.params),
         "cache": per_device_bytes(sampler.pages),
+        "view": sampler.view_bytes,
     }
     sent = publication(config, sampler.params, size, chip)
     pace, made = _counted(chip, trainer, sampler)

@@ -91,6 +91,22 @@ class SamplerPlan:
         yield from self._prefill(beside)
         yield from self._decode(beside)
 
+    @cached_property
+    def view_bytes(self) -> int:
+        """Bytes of a device's largest view of the cache, a copy of pages in a burst."""
+        return max(
+            int(
+                self.work.cache_bytes
+                * self.work.view_entries(
+                    rows.pages.shape[0],
+                    rows.pages.shape[1] * PAGE,
+                    groups=rows.shared.pages.shape[0],
+                    shared=_view(rows.shared),
+                )
+            )
+            for rows, _ in self._calls.decode.values()
+        )
+
     def _publish(
         self, relayout: Relayout, trained: PyTree, rest: PyTree
     ) -> Iterator[Program]:

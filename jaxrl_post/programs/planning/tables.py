@@ -111,7 +111,9 @@ def print_pools(planned: Division, console: Console) -> None:
     """Prints what takes the memory of the trainer's devices and of a sampler's."""
     names = dict.fromkeys(name for pool in planned.memory for name in pool)
     table = Table(title="GiB of a device, at least", title_justify="left", box=None)
-    pools = [f"{planned.trainer} devices", f"{planned.samplers} x {planned.each}"]
+    pools = [f"{planned.trainer} devices", "while sampling"]
+    if planned.samplers:
+        pools[1] = f"{planned.samplers} x {planned.each}"
     for name in ("", *pools[: len(planned.memory)]):
         table.add_column(name, justify="right" if name else "left")
     for name in names:

@@ -200,7 +200,7 @@ class ModelWork:
             shared: cache entries that a step reads per group.
         """
         local, local_groups = self._local(slots), self._local(max(groups, 1))
-        entries = local * own + local_groups * shared
+        entries = self.view_entries(slots, own, groups=groups, shared=shared)
         pairs = local * own + local_groups * members * shared
         step = self._lookup(local) + Work(
             pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
@@ -217,6 +217,12 @@ class ModelWork:
         # The view is copied out of the pages, and the new entries back.
         copied = 2 * (entries + local * steps) * self.cache_bytes
         return step * steps + burst + Work(0.0, copied)
+
+    def view_entries(
+        self, slots: int, own: int, *, groups: int = 0, shared: int = 0
+    ) -> float:
+        """Cache entries of a device in a burst's view; arguments as of `decode`."""
+        return self._local(slots) * own + self._local(max(groups, 1)) * shared
 
     def accumulate(
         self,
