@@ -28,15 +28,15 @@ def load() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
 
     from jaxrl_post.programs.planning import plan
 
-    # Run on the CPU: a TPU of this machine may be busy with a run.
+    # Run on the CPU: a device of this machine may be busy with a run.
     jax.config.update("jax_platforms", "cpu")
     return plan, (ValueError, OSError)
 
 
 PROGRAM = cli.Program(
     name="launch.plan",
-    description="Compiles a step of GRPO for a TPU slice, without one, or counts it, "
-    "for GPUs too, and says whether it fits and how long it takes at best.",
+    description="Compiles or counts a step of GRPO for TPUs or GPUs that need not be "
+    "there, and says whether it fits and how long it takes at best.",
     default=lambda arguments: PlanConfig(model=tyro.MISSING, topology=tyro.MISSING),
     load=load,
 )

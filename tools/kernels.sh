@@ -33,5 +33,5 @@ status=0
 tested tpu tests/kernels/test_compiled_for_tpu.py tests/planning/test_plan.py \
     tests/planning/test_prediction.py "$@" || status=$?
 wait "$gpu"
-tested gpu tests/kernels/test_compiled_for_gpu.py "$@" || status=$?
+tested gpu tests/kernels/test_compiled_for_gpu.py tests/planning/test_clusters.py "$@" || status=$?
 exit "$status"

@@ -4,7 +4,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxrl_post.config.fields import ANY, COUNT, NOT_NEGATIVE, POSITIVE, SHARE
+from jaxrl_post.config.fields import (
+    ANY,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+)
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.optimizer import (
     MomentDtype,
@@ -19,8 +26,13 @@ __all__ = [
     "PlanError",
     "PlannedNetwork",
     "PlannedOptimizer",
+    "PlannedRates",
     "PlannedRollout",
 ]
+
+
+# A share that is more than nothing.
+PART = Range(0, 1, open_low=True)
 
 
 class PlanError(ValueError):
@@ -105,6 +117,21 @@ class PlannedNetwork:
 
 
 @dataclass(frozen=True)
+class PlannedRates:
+    """Shares of a device's peak rates that programs reach; 1 is the roofline.
+
+    Attributes:
+        compute: of its FLOP/s.
+        memory: of its memory's bandwidth.
+        links: of the bandwidth of links and network.
+    """
+
+    compute: Annotated[float, PART] = 1.0
+    memory: Annotated[float, PART] = 1.0
+    links: Annotated[float, PART] = 1.0
+
+
+@dataclass(frozen=True)
 class PlanConfig:
     """Model, topology and layout of a planned training step.
 
@@ -113,7 +140,8 @@ class PlanConfig:
             directory with a config.json, or ORG/NAME on the hub.
         revision: branch, tag or commit of a --model on the hub.
         topology: generation and shape of the TPU slice, such as v5e:4x4 or v5p:4x4x4;
-            or h100 and a number of GPUs, such as h100:64.
+            or the kind of GPU (h100, h200, b200), nodes and GPUs of each, such as
+            h100:8x8.
         mesh: how many devices each axis of the mesh has, such as fsdp8,tp2; -1 for all
             that are left.
         rows: packed rows of a microbatch; 0 for one on each part into which the mesh
@@ -131,17 +159,23 @@ class PlanConfig:
             of completions with more than t tokens is then taken to be
             (1 - t / max) ** (max / mean - 1).
         step_overhead_s: seconds of each decoding step that a count leaves out, such as
-            launches and waits between devices; in counted plans alone.
+            launches and waits between devices.
+        rates: shares of the peak rates with which seconds are predicted.
+        days: length of a run, for which steps, samples and tokens are told; 0 for none.
         samplers: samplers with devices of their own, as of a run: a number N of the
             topology's devices, or any:N for other processes, whose devices are part of
             the topology here. The trainer has the other devices. 0: sampling and
             training take turns.
         network: with --samplers any:N, how parameters reach the samplers.
         compile: compile the programs, which tells their memory and collectives. Without
-            it both are counted from shapes, in seconds and without libtpu. GPUs are
-            always counted.
+            it both are counted from shapes, in seconds and without a compiler.
+        compile_largest: of prefills, and of decoding bursts, compile the one that moves
+            most bytes; the others need less memory, and are counted.
+        memory_fraction: share of a GPU's memory for arrays and programs, as a run's
+            XLA_PYTHON_CLIENT_MEM_FRACTION. The rest is for CUDA, NCCL and cuBLAS. Of a
+            TPU it is known what the runtime keeps.
         compiler_options: options of XLA, as NAME=VALUE. A run takes the same through
-            LIBTPU_INIT_ARGS="--NAME=VALUE".
+            LIBTPU_INIT_ARGS="--NAME=VALUE", or XLA_FLAGS for GPUs.
         json: file to which the plan is written.
         hlo: directory to which the text of the compiled programs is written.
     """
@@ -160,9 +194,13 @@ class PlanConfig:
     rollout: PlannedRollout = field(default_factory=PlannedRollout)
     mean_tokens: Annotated[int, NOT_NEGATIVE] = 0
     step_overhead_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    rates: PlannedRates = field(default_factory=PlannedRates)
+    days: Annotated[float, NOT_NEGATIVE] = 0.0
     samplers: Annotated[int | str, ANY] = 0
     network: PlannedNetwork = field(default_factory=PlannedNetwork)
     compile: bool = True
+    compile_largest: bool = False
+    memory_fraction: Annotated[float, PART] = 0.9
     compiler_options: tuple[str, ...] = ()
     json: Path | None = None
     hlo: Path | None = None

@@ -38,6 +38,7 @@ from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob.kept import GATHERED_BYTES
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.models import ModelConfig
+from jaxrl_post.programs.planning.gpus import target_config
 from jaxrl_post.programs.planning.sampling import make_sampler
 from jaxrl_post.programs.planning.training import make_trainer
 from jaxrl_post.sharding import create_mesh
@@ -46,23 +47,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
     reason="needs the compilers for NVIDIA's GPUs: make check-kernels",
 )
-# Facts that XLA must know of an H100.
-H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132 clock_rate_ghz: 1.98 fpus_per_core: 128 threads_per_warp: 32
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 l2_cache_size: 52428800
-  device_memory_size: 84929347584 memory_bandwidth: 3352320000000
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 12 minor: 9 }
-"""
+H100 = target_config("NVIDIA H100 80GB HBM3")
 # Bytes of shared memory that a block of threads may have.
 SHARED_MEMORY = 227 * 1024
 PART = {"llama-3.1-8b", "deepseek-v3, tp8", "odd"}

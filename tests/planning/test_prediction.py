@@ -1,5 +1,6 @@
 """Seconds of a step: rooflines by hand, and the links of compiled programs."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -10,14 +11,19 @@ import pytest
 from rich.console import Console
 
 from jaxrl_post import models
-from jaxrl_post.config.plan import PlanConfig, PlannedRollout
+from jaxrl_post.config.plan import PlanConfig, PlannedRates, PlannedRollout
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.build.layouts import gathered_bytes
 from jaxrl_post.programs.planning import tables
 from jaxrl_post.programs.planning.chips import CHIPS, Chip
 from jaxrl_post.programs.planning.compiling import ProgramPlan, slice_devices
-from jaxrl_post.programs.planning.prediction import assumptions, phases, times
+from jaxrl_post.programs.planning.prediction import (
+    assumptions,
+    budget,
+    phases,
+    times,
+)
 from jaxrl_post.sharding import create_mesh
 from launch import plan
 
@@ -35,6 +41,30 @@ def test_a_program_takes_as_long_as_its_slowest_part():
     assert found is not None
     assert (found.seconds, found.bound) == (12.0, "memory")
     assert times(entry("apply", 1, None, None, 1.0), SLOW) is None
+
+
+def test_the_overhead_of_a_call_is_added_to_its_roofline():
+    slow = dataclasses.replace(entry("decode 64", 3, 2.0, 4.0, 1.0), overhead=0.5)
+    assert phases([slow], SLOW) == {"decode": 12.0 + 3 * 0.5, "step": 13.5}
+
+
+def test_rates_below_the_peak_take_longer():
+    half = SLOW.reaching(PlannedRates(compute=0.5, memory=0.25, links=1.0))
+    assert (half.flops, half.memory_bandwidth, half.link_bandwidth) == (0.5, 0.25, 0.5)
+    config = PlanConfig("m", "v5e:2x2", rates=PlannedRates(0.5, 0.25))
+    said = assumptions(config, half)[0]
+    assert said.startswith("Rates, by --rates 0.5 of the peak FLOP/s, 0.25 of the mem")
+
+
+def test_what_a_week_holds_by_hand():
+    rollout = PlannedRollout(
+        prompts_per_step=10, samples_per_prompt=4, max_prompt_tokens=7, max_tokens=90
+    )
+    config = PlanConfig("m", "v5e:2x2", rollout=rollout, mean_tokens=50, days=7)
+    # 604,800 seconds, of 1,000 each; 40 samples of 7 + 50 tokens.
+    assert budget(config, 1000.0) == (7, 604, 24160, 604 * 40 * 57, 604 * 40 * 50)
+    assert budget(dataclasses.replace(config, days=0), 1000.0) is None
+    assert budget(dataclasses.replace(config, rollout=PlannedRollout()), 9.0) is None
 
 
 def test_the_step_is_the_sum_of_its_phases():
@@ -62,6 +92,9 @@ def test_rates_are_those_of_the_vendors_pages():
         "TPU v5": (459e12, 2765e9, 600e9),
         "TPU v6 lite": (918e12, 1638e9, 400e9),
         "NVIDIA H100 80GB HBM3": (989.5e12, 3350e9, 450e9),
+        "NVIDIA H200": (989.5e12, 4800e9, 450e9),
+        # An eighth of 36 PFLOP/s with sparsity, and of 64 TB/s.
+        "NVIDIA B200": (2250e12, 8000e9, 900e9),
     }
 
 
@@ -78,7 +111,7 @@ def test_a_step_in_turns_is_printed_as_it_was(capsys):
     console = Console(width=80, file=sys.stdout)
     chip = Chip(1e12, 1e9, 0.5e9, "a page")
     made = [entry("decode 64", 3, 2e12, 4e9, 1e9)]
-    tables.print_prediction(made, chip, ("One.", "Two."), console)
+    tables.print_prediction(made, chip, phases(made, chip), ("One.", "Two."), console)
     printed = capsys.readouterr().out
     table, _, rest = printed.partition("predicted")
     assert [" ".join(line.split()) for line in table.splitlines()] == [
@@ -211,5 +244,6 @@ def test_both_pools_are_compiled(tmp_path, capsys):
     # One more version of the parameters stays while a sampler works.
     for each in programs(made, "decode"):
         assert each["beside"] == made["divisions"][1]["memory"][1]["copies"] / 2
-    assert made["prediction"] is None
+    pace = made["divisions"][1]["pace"]
+    assert made["prediction"]["seconds"]["publish"] == pace["publish"]
     assert "best: 1 samplers of 2, 2 devices train" in capsys.readouterr().out

@@ -2,10 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxrl_post.config.plan import PlanError
+from jaxrl_post.config.plan import PlanError, PlannedRates
 
 __all__ = [
     "CHIPS",
@@ -16,6 +16,7 @@ __all__ = [
     "Work",
     "chip_of",
     "named_devices",
+    "nodes_of",
 ]
 
 
@@ -77,7 +78,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak rates of one chip.
+    """Rates of one chip.
 
     Attributes:
         flops: bfloat16 floating-point operations per second.
@@ -106,6 +107,15 @@ class Chip:
             received / self.link_bandwidth,
         )
 
+    def reaching(self, rates: PlannedRates) -> "Chip":
+        """The chip at the shares of its peak rates that programs reach."""
+        return replace(
+            self,
+            flops=self.flops * rates.compute,
+            memory_bandwidth=self.memory_bandwidth * rates.memory,
+            link_bandwidth=self.link_bandwidth * rates.links,
+        )
+
 
 # By `device_kind`. A TPU7x has two devices per chip, and the documents do not say how
 # they share the links: no prediction.
@@ -119,15 +129,32 @@ CHIPS = {
     "TPU v6 lite": Chip(
         918e12, 1638e9, 800e9 / 2, "TPU v6e, https://cloud.google.com/tpu/docs/v6e", 8
     ),
-    # SXM, dense: the page gives twice the FLOPs, with sparsity.
+    # SXM, dense: the pages give twice the FLOPs, with sparsity. A DGX has a network of
+    # 400 Gb/s for each GPU.
     "NVIDIA H100 80GB HBM3": Chip(
         1979e12 / 2,
         3350e9,
         900e9 / 2,
         "NVIDIA H100, https://www.nvidia.com/en-us/data-center/h100/",
         8,
-        # A DGX H100 has a network of 400 Gb/s for each GPU.
         900e9 / 2 / (400e9 / 8),
+    ),
+    "NVIDIA H200": Chip(
+        1979e12 / 2,
+        4800e9,
+        900e9 / 2,
+        "NVIDIA H200, https://www.nvidia.com/en-us/data-center/h200/",
+        8,
+        900e9 / 2 / (400e9 / 8),
+    ),
+    # An eighth of HGX B200's 36 PFLOP/s and 64 TB/s.
+    "NVIDIA B200": Chip(
+        36e15 / 8 / 2,
+        64e12 / 8,
+        1800e9 / 2,
+        "NVIDIA HGX B200, https://www.nvidia.com/en-us/data-center/hgx/",
+        8,
+        1800e9 / 2 / (400e9 / 8),
     ),
 }
 
@@ -138,6 +165,8 @@ KINDS = {
     "v5p": "TPU v5",
     "v6e": "TPU v6 lite",
     "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
 }
 
 
@@ -153,8 +182,42 @@ class NamedDevice:
 
 
 def chip_of(topology: str) -> Chip | None:
-    """The chip of a topology's generation; None if its rates are not known."""
-    return CHIPS.get(KINDS.get(topology.partition(":")[0], ""))
+    """The chip of a topology, with its GPUs of a node; None if no rates are known.
+
+    Raises:
+        PlanError: the topology of GPUs cannot be read.
+    """
+    chip = CHIPS.get(KINDS.get(topology.partition(":")[0], ""))
+    nodes = nodes_of(topology)
+    return chip if chip is None or nodes is None else replace(chip, of_host=nodes[1])
+
+
+def nodes_of(topology: str) -> tuple[int, int] | None:
+    """The nodes of a topology of GPUs, and the GPUs of each; None of a TPU slice.
+
+    Raises:
+        PlanError: the topology cannot be read, or the GPUs fill no whole nodes.
+
+    >>> nodes_of("h100:8x8"), nodes_of("h100:16"), nodes_of("h100:4")
+    ((8, 8), (2, 8), (1, 4))
+    """
+    name, _, shape = topology.partition(":")
+    kind = KINDS.get(name, "")
+    if not kind.startswith("NVIDIA"):
+        return None
+    how = (
+        f"write nodes x GPUs of a node, such as {name}:8x8, or the number of GPUs, in "
+        f"nodes of {CHIPS[kind].of_host}; got {topology!r}"
+    )
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape) is None:
+        raise PlanError(f"--topology: {how}")
+    first, *rest = map(int, shape.split("x"))
+    if rest:
+        return first, rest[0]
+    each = min(first, CHIPS[kind].of_host)
+    if first % each:
+        raise PlanError(f"--topology: {first} GPUs are no whole nodes; {how}")
+    return first // each, each
 
 
 def named_devices(topology: str) -> list[NamedDevice]:
@@ -163,14 +226,20 @@ def named_devices(topology: str) -> list[NamedDevice]:
     Raises:
         PlanError: the topology cannot be read.
 
-    >>> len(named_devices("v5p:4x4x4")), named_devices("h100:64")[9].id
-    (64, 9)
+    >>> len(named_devices("v5p:4x4x4")), named_devices("h100:8x8")[9].process_index
+    (64, 1)
     """
     name, _, shape = topology.partition(":")
+    nodes = nodes_of(topology)
+    if nodes is not None:
+        return [
+            NamedDevice(number, KINDS[name], process_index=number // nodes[1])
+            for number in range(math.prod(nodes))
+        ]
     if name not in KINDS or re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) is None:
         raise PlanError(
-            "--topology: must be a generation and a shape or number, such as v5p:4x4x4 "
-            f"or h100:64, with a generation of {', '.join(KINDS)}; got {topology!r}"
+            "--topology: must be a generation and a shape, such as v5p:4x4x4 or "
+            f"h100:8x8, with a generation of {', '.join(KINDS)}; got {topology!r}"
         )
     count = math.prod(map(int, shape.split("x")))
     return [NamedDevice(number, KINDS[name]) for number in range(count)]

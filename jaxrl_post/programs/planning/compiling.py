@@ -1,8 +1,8 @@
-"""Compiles programs for a TPU slice that need not exist; reads memory and work.
+"""Compiles programs for devices that need not exist; reads memory and work.
 
-`libtpu`, which `pip` installs on any Linux machine, holds the compiler for TPUs. A
-program is lowered from shapes alone; the compiler reports its memory, and its text
-names the collectives.
+`libtpu`, which `pip` installs on any Linux machine, holds the compiler for TPUs; `gpus`
+names the one for GPUs. A program is lowered from shapes alone. The compiler reports its
+memory, and its text names the collectives.
 """
 
 import importlib.metadata
@@ -16,7 +16,9 @@ import jax
 from jax.experimental import topologies
 
 from jaxrl_post.config.plan import PlanError
+from jaxrl_post.programs.planning.chips import Chip
 from jaxrl_post.programs.planning.hlo import Collective, collectives
+from jaxrl_post.programs.planning.links import network_of
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.sharding import per_device_bytes
 
@@ -54,7 +56,9 @@ class ProgramPlan:
         calls: calls in a step.
         flops: of a call; None if they are not counted.
         memory_bytes: that a call reads from and writes to memory; None likewise.
-        link_bytes: that a call receives from other devices.
+        link_bytes: that a call receives from other devices; a byte over a network
+            counts as often as it takes longer than over a link.
+        overhead: seconds of a call in which a device waits for something else.
     """
 
     name: str
@@ -70,10 +74,11 @@ class ProgramPlan:
     flops: float | None
     memory_bytes: float | None
     link_bytes: float
+    overhead: float = 0.0
 
     @property
     def total(self) -> int:
-        """Most bytes in use while the program runs."""
+        """Most bytes in use while the program runs; 0 if it was not compiled."""
         results = self.outputs - self.aliased
         return self.beside + self.arguments + results + self.temporaries + self.code
 
@@ -120,25 +125,31 @@ def compiler_options(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def compile_program(
-    program: Program, options: dict[str, str], directory: Path | None
+    program: Program,
+    options: dict[str, str],
+    directory: Path | None,
+    chip: Chip | None = None,
 ) -> ProgramPlan:
-    """Compiles one program for its TPU slice; returns its memory and work on a device.
+    """Compiles one program for its devices; returns its memory and work on a device.
 
     Args:
         program: a function and the shapes of its arguments.
         options: of the compiler.
         directory: where the compiled program goes as text; None writes none.
+        chip: says how many devices links join; None if they join all.
 
     Returns:
         Bytes and work of a device, seconds of compiling, and the largest collectives.
 
     Raises:
-        DoesNotFitError: the slice's memory is too small.
+        DoesNotFitError: the compiler finds a TPU's memory too small. That for GPUs
+            accepts any size.
         PlanError: the compiler refuses the program for another reason.
     """
+    platform = {"gpu": "cuda"}.get(program.mesh.devices.flat[0].platform, "tpu")
     with jax.set_mesh(program.mesh):
         traced = program.function.trace(*program.arguments, **program.static)
-        lowered = traced.lower(lowering_platforms=("tpu",))
+        lowered = traced.lower(lowering_platforms=(platform,))
     begin = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=options)
@@ -152,10 +163,14 @@ def compile_program(
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{program.name}.txt").write_text(hlo)
     memory = compiled.memory_analysis()
-    exchanged = collectives(hlo, unknown_trips=program.unknown_trips)
+    exchanged = collectives(
+        hlo,
+        unknown_trips=program.unknown_trips,
+        network=network_of(program.mesh, chip),
+    )
     received = program.received
     if received is None:
-        received = sum(entry.received * entry.count for entry in exchanged)
+        received = sum(each.received * each.slower * each.count for each in exchanged)
     work = program.work
     return ProgramPlan(
         name=program.name,
@@ -171,6 +186,7 @@ def compile_program(
         flops=None if work is None else work.flops,
         memory_bytes=None if work is None else work.bytes,
         link_bytes=received,
+        overhead=program.overhead,
     )
 
 
@@ -192,4 +208,5 @@ def count_program(program: Program) -> ProgramPlan:
         flops=None if work is None else work.flops,
         memory_bytes=None if work is None else work.bytes,
         link_bytes=received,
+        overhead=program.overhead,
     )

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from jaxrl_post.programs.planning.links import Groups, Network, groups_along
+
 __all__ = ["Collective", "collectives"]
 
 HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) \(.*\{$")
@@ -20,13 +24,17 @@ LOOP = re.compile(r" while\(.*condition=%?([^\s,]+), body=%?([^\s,]+)")
 BRANCHES = re.compile(
     r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=([^\s,]+)"
 )
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 CONSTANT = re.compile(r"= [su](?:32|64)\[\]\S* constant\((\d+)\)")
 ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<dims>[\d,]*)\]")
 
-# How a compiler writes the devices of a collective: a list of groups, a reshaped list
-# of [groups, devices of a group], or the axes of a mesh.
-GROUP_LIST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-GROUP_SHAPE = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+# How a compiler writes the devices of a collective: a list of groups, a reshaped and
+# transposed list of [groups, devices of a group], the axes of a mesh, or who sends to
+# whom.
+GROUP_LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+GROUP_SHAPE = re.compile(
+    r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+)
 GROUP_MESH = re.compile(r"replica_groups=\S*mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
@@ -41,6 +49,7 @@ class Collective:
         count: how often the program runs it, loops included.
         bytes: of the results on one device.
         received: bytes that one run brings to a device from others, at least: a ring's.
+        slower: times that these take longer than over links alone.
     """
 
     kind: str
@@ -48,6 +57,7 @@ class Collective:
     count: int
     bytes: int
     received: int
+    slower: float = 1.0
 
 
 class _Line(NamedTuple):
@@ -58,26 +68,30 @@ class _Line(NamedTuple):
     fused: bool
 
 
-def collectives(hlo: str, *, unknown_trips: int = 1) -> tuple[Collective, ...]:
+def collectives(
+    hlo: str, *, unknown_trips: int = 1, network: Network | None = None
+) -> tuple[Collective, ...]:
     """The collectives of a compiled program's text, largest bytes times count first.
 
-    A loop's number of trips is the constant with which its condition compares.
+    A loop's number of trips is told, or the constant with which its condition compares.
 
     Args:
         hlo: text of a partitioned program, whose shapes are one device's.
         unknown_trips: trips of a loop whose condition has no constant.
+        network: between the program's devices; None where links join all.
 
     >>> entry = "ENTRY %main (b: bf16[4,4]) -> bf16[8,4] {"
     >>> line = "  %a = bf16[8,4]{1,0} all-gather(%b), replica_groups={{0,1}}"
     >>> collectives(f"{entry}\\n{line}\\n}}")  # doctest: +NORMALIZE_WHITESPACE
-    (Collective(kind='all-gather', shape='bf16[8,4]', count=1, bytes=64, received=32),)
+    (Collective(kind='all-gather', shape='bf16[8,4]', count=1, bytes=64, received=32,
+                slower=1.0),)
     """
-    found: Counter[tuple[str, str, int, int]] = Counter()
+    found: Counter[_Measured] = Counter()
     for text, times in _once_per_channel(_lines(hlo, unknown_trips)):
-        found[_measured(text)] += times
+        found[_measured(text, network)] += times
     entries = [
-        Collective(kind, shape, count, size, received)
-        for (kind, shape, size, received), count in found.items()
+        Collective(each.kind, each.shape, count, each.size, each.received, each.slower)
+        for each, count in found.items()
     ]
     return tuple(sorted(entries, key=lambda entry: -entry.bytes * entry.count))
 
@@ -98,7 +112,7 @@ def _lines(hlo: str, unknown_trips: int) -> Iterator[_Line]:
             if INSTRUCTION.search(text):
                 yield _Line(text, times, fused)
             elif loop := LOOP.search(text):
-                trips = _trips(bodies.get(loop[1], []), unknown_trips)
+                trips = _trips(text, bodies, loop[1], unknown_trips)
                 yield from visit(loop[2], times * trips, fused)
             elif called := CALLED.search(text):
                 yield from visit(called[1], times, True)
@@ -110,8 +124,17 @@ def _lines(hlo: str, unknown_trips: int) -> Iterator[_Line]:
     yield from visit(entry, 1, False)
 
 
-def _trips(condition: list[str], unknown: int) -> int:
-    limits = [int(found[1]) for found in map(CONSTANT.search, condition) if found]
+def _trips(
+    loop: str, bodies: dict[str, list[str]], condition: str, unknown: int
+) -> int:
+    """Trips of a loop, by its own line or by the constant of its condition."""
+    if known := TRIPS.search(loop):
+        return int(known[1])
+    lines = list(bodies.get(condition, ()))
+    for called in filter(None, map(CALLED.search, tuple(lines))):
+        inside = bodies.get(called[1], ())
+        lines += inside if any(" compare(" in line for line in inside) else ()
+    limits = [int(found[1]) for found in map(CONSTANT.search, lines) if found]
     return limits[0] if len(limits) == 1 else unknown
 
 
@@ -133,39 +156,69 @@ def _once_per_channel(lines: Iterator[_Line]) -> Iterator[tuple[str, int]]:
         yield line.text, line.times
 
 
-def _measured(text: str) -> tuple[str, str, int, int]:
-    """Kind, shape of the largest result, bytes of the results, bytes received."""
+class _Measured(NamedTuple):
+    """What a collective's line says of it; as in `Collective`."""
+
+    kind: str
+    shape: str
+    size: int
+    received: int
+    slower: float
+
+
+def _measured(text: str, network: Network | None) -> _Measured:
     match = INSTRUCTION.search(text)
     assert match is not None
-    arrays = [_array(array) for array in ARRAY.finditer(match["type"])]
+    kind, results = match["kind"], _results(match["type"])
+    arrays = [_array(array) for array in ARRAY.finditer(results)]
     largest, shape = max(arrays)
-    kind = match["kind"]
-    # The type of a -start also holds operands and flags, none larger than the result;
-    # only all-reduce-start's type holds nothing but results.
-    alone = match["start"] is None or kind == "all-reduce"
+    # The type of a -start also holds operands and flags, none larger than the result,
+    # unless they are a tuple of their own; that of all-reduce-start only results.
+    alone = match["start"] is None or kind == "all-reduce" or results != match["type"]
     size = sum(size for size, _ in arrays) if alone else largest
-    devices = _group_size(text)
+    groups = _groups(text)
+    devices = len(groups[0])
     received = {
         "all-gather": size * (devices - 1) // devices,
         "all-reduce": 2 * size * (devices - 1) // devices,
         "reduce-scatter": size * (devices - 1),
         "all-to-all": size * (devices - 1) // devices,
     }
-    return kind, shape, size, received.get(kind, size)
+    slower = 1.0
+    if network is not None:
+        ring = kind in ("all-gather", "all-reduce", "reduce-scatter")
+        slower = (network.ring if ring else network.exchange)(groups)
+    return _Measured(kind, shape, size, received.get(kind, size), slower)
 
 
-def _group_size(text: str) -> int:
-    """Number of devices that exchange data in a collective; 1 if it does not say."""
+def _results(type_: str) -> str:
+    """The type without its operands, if these are a tuple of their own."""
+    if not type_.startswith("(("):
+        return type_
+    depth = 0
+    for place, sign in enumerate(type_[1:], 1):
+        depth += (sign == "(") - (sign == ")")
+        if not depth:
+            return type_[place + 1 :]
+    return type_
+
+
+def _groups(text: str) -> Groups:
+    """Devices that exchange data in a collective; one if the text does not say."""
     if found := GROUP_LIST.search(text):
-        return len(found[1].split(","))
+        groups = found[1].replace(" ", "")[1:-1].split("},{")
+        return [list(map(int, group.split(","))) for group in groups]
     if found := GROUP_SHAPE.search(text):
-        return int(found[1])
+        shape = tuple(map(int, found[3].split(",")))
+        places = np.arange(math.prod(shape)).reshape(shape)
+        if found[4]:
+            places = places.transpose(tuple(map(int, found[4].split(","))))
+        return places.reshape(int(found[1]), int(found[2]))
     if found := GROUP_MESH.search(text):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        return math.prod(
-            int(sizes[name]) for name in re.findall(r"'([^']+)'", found[2])
-        )
-    return 1
+        sizes = re.findall(r"'([^']+)'=(\d+)", found[1])
+        names = re.findall(r"'([^']+)'", found[2])
+        return groups_along({name: int(size) for name, size in sizes}, names)
+    return [[0]]
 
 
 def _array(match: re.Match[str]) -> tuple[int, str]:

@@ -1,11 +1,11 @@
-"""Plans a step of GRPO on a TPU slice: does it fit, and how long does it take?"""
+"""Plans a step of GRPO on TPUs or GPUs: does it fit, and how long does it take?"""
 
 import dataclasses
 import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 from rich.console import Console
@@ -19,18 +19,28 @@ from jaxrl_post.pretrained.presets import PRESETS
 from jaxrl_post.pretrained.tensor_files import read_json
 from jaxrl_post.programs.hub import fetch
 from jaxrl_post.programs.planning import tables
-from jaxrl_post.programs.planning.chips import CHIPS, Chip, named_devices
+from jaxrl_post.programs.planning.chips import Chip, chip_of, named_devices, nodes_of
 from jaxrl_post.programs.planning.compiling import (
     DoesNotFitError,
     ProgramPlan,
     compile_program,
     compiler_options,
+    count_program,
     slice_devices,
 )
-from jaxrl_post.programs.planning.pools import Division, apart_programs, divide
+from jaxrl_post.programs.planning.gpus import GPUS, cluster_devices, plugin
+from jaxrl_post.programs.planning.links import warning_of_tp
+from jaxrl_post.programs.planning.pools import (
+    Division,
+    apart_programs,
+    divide,
+    meshes,
+)
 from jaxrl_post.programs.planning.prediction import (
+    Budget,
     apart_assumptions,
     assumptions,
+    budget,
     phases,
     times,
 )
@@ -51,12 +61,7 @@ HBM_GIB = {
     "TPU v5": 95.73,
     "TPU v6 lite": 31.24,
     "TPU7x": 94.74,  # For one of the chip's two devices.
-    # The driver's 81,559 MiB; XLA takes 3/4 of a GPU's memory, or
-    # XLA_PYTHON_CLIENT_MEM_FRACTION.
-    "NVIDIA H100 80GB HBM3": 79.65,
 }
-# Generations that are counted always: their compiler needs one of them.
-GPUS = ("h100",)
 
 REMEDY = (
     "use more devices, split the model over more of them (fsdp, tp, ep), or lower "
@@ -73,38 +78,35 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
         command: written to the JSON file.
 
     Raises:
-        PlanError: libtpu is missing, or an option names nothing known.
+        PlanError: the compiler is missing, or an option names nothing known.
         DoesNotFitError: a program needs more memory than a device has.
-        ValueError: the mesh does not go with the slice or the model.
+        ValueError: the mesh does not go with the devices or the model.
     """
     check_numbers(config)
     fetched = fetch(config, console=console, weights=False)
     architecture = _architecture(fetched.config.model).within(_longest(config))
-    counted = not config.compile or config.topology.partition(":")[0] in GPUS
-    devices = (named_devices if counted else slice_devices)(config.topology)
-    kind = devices[0].device_kind
-    hbm = HBM_GIB.get(kind)
-    if hbm is None:
-        raise PlanError(
-            f"--topology: the memory of a {kind} is not known; "
-            f"generations with a known one are {', '.join(HBM_GIB)}"
-        )
-    planned = () if counted else _planned(config, architecture, devices)
-    options = compiler_options(config.compiler_options)
+    devices = _devices(config)
+    memory = _memory(config, devices[0].device_kind)
+    chip = chip_of(config.topology)
+    chip = None if chip is None else chip.reaching(config.rates)
     count, trained = counts(config, architecture)
     adapter = f", {trained:,} of an adapter in float32" if config.lora.rank else ""
     console.print(
         f"{config.model}: {count:,} parameters in {config.dtype}{adapter}, "
-        f"{len(devices)} x {kind} as {config.mesh}, {hbm} GiB each",
+        f"{len(devices)} x {devices[0].device_kind} as {config.mesh}, {memory} each",
         highlight=False,
     )
+    for option, mesh in meshes(config, devices).items():
+        warning = warning_of_tp(mesh, chip, option)
+        if warning is not None:
+            console.print(f"warning: {warning}", highlight=False)
     made: list[ProgramPlan] = []
-    for program in planned:
-        made.append(compile_program(program, options, config.hlo))
-        tables.print_collectives(made[-1], console)
-    chip, found = CHIPS.get(kind), list[Division]()
-    if chip is not None and (counted or config.num_samplers):
+    if config.compile:
+        made = _compiled(config, _planned(config, architecture, devices), chip, console)
+    found = list[Division]()
+    if chip is not None and (not config.compile or config.num_samplers):
         found = divide(config, architecture, chip)
+    prediction = _prediction(config, made, found, chip)
     if config.json is not None:
         content = {
             "command": command,
@@ -112,24 +114,103 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
             "parameters": count,
             "trained_parameters": trained,
             "devices": len(devices),
-            "device_kind": kind,
-            "hbm_bytes": int(hbm * GIB),
-            "total_bytes": {entry.name: entry.total for entry in made},
+            "device_kind": devices[0].device_kind,
+            "hbm_bytes": int(memory.gib * GIB),
+            "total_bytes": {entry.name: entry.total for entry in made if entry.total},
             "programs": [dataclasses.asdict(entry) for entry in made],
-            "prediction": None if found else _prediction(config, made, chip),
+            "prediction": prediction,
             **({"divisions": list(map(_as_json, found))} if found else {}),
-            "versions": {
-                name: importlib.metadata.version(name)
-                for name in (("jax",) if counted else ("jax", "libtpu"))
-            },
+            "versions": _versions(config),
         }
         config.json.write_text(json.dumps(content, indent=2) + "\n")
-    if chip is not None and found:
-        _judge_counted(config, found, chip, hbm, console)
-    elif chip is not None:
-        tables.print_prediction(made, chip, assumptions(config, chip), console)
+    if found:
+        tables.print_pools(_chosen(config, found), console)
+        tables.print_divisions(found, memory.gib * GIB, console)
+    if prediction is not None:
+        assert chip is not None
+        listed = _chosen(config, found).programs if found else made
+        tables.print_prediction(
+            listed, chip, prediction["seconds"], prediction["assumptions"], console
+        )
+        if prediction["budget"] is not None:
+            step = prediction["seconds"]["step"]
+            tables.print_budget(Budget(**prediction["budget"]), step, console)
+    if found:
+        _judge_counted(_chosen(config, found), memory)
     if made:
-        _judge(made, hbm, console)
+        _judge(made, memory, console)
+
+
+class _Memory(NamedTuple):
+    """GiB of a device that a plan may take; of a GPU a share of the whole."""
+
+    gib: float
+    share: float = 1.0
+    whole: float = 0.0
+
+    def __str__(self) -> str:
+        part = f" ({self.share:g} of {self.whole:g})" if self.whole else ""
+        return f"{self.gib:.2f} GiB{part}"
+
+
+def _devices(config: PlanConfig) -> list[Any]:
+    """Devices of the topology, with their compiler's descriptions if it is needed."""
+    if not config.compile:
+        return list(named_devices(config.topology))
+    gpus = nodes_of(config.topology) is not None
+    return (cluster_devices if gpus else slice_devices)(config.topology)
+
+
+def _memory(config: PlanConfig, kind: str) -> _Memory:
+    if kind in GPUS:
+        whole, share = GPUS[kind].memory_gib, config.memory_fraction
+        return _Memory(share * whole, share, whole)
+    if kind not in HBM_GIB:
+        raise PlanError(
+            f"--topology: the memory of a {kind} is not known; "
+            f"generations with a known one are {', '.join((*HBM_GIB, *GPUS))}"
+        )
+    return _Memory(HBM_GIB[kind])
+
+
+def _versions(config: PlanConfig) -> dict[str, str]:
+    compiler = plugin() if nodes_of(config.topology) else "libtpu"
+    names = ("jax", *((compiler,) if config.compile and compiler else ()))
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def _compiled(
+    config: PlanConfig,
+    planned: Iterator[Program],
+    chip: Chip | None,
+    console: Console,
+) -> list[ProgramPlan]:
+    """Compiles the programs and prints their collectives; counts those left out."""
+    options = compiler_options(config.compiler_options)
+    listed = list(planned)
+    left_out = _smaller(listed) if config.compile_largest else set[str]()
+    made = list[ProgramPlan]()
+    for program in listed:
+        if program.name in left_out:
+            made.append(count_program(program))
+            continue
+        made.append(compile_program(program, options, config.hlo, chip))
+        tables.print_collectives(made[-1], console)
+    return made
+
+
+def _smaller(listed: Sequence[Program]) -> set[str]:
+    """Prefills and decoding bursts, without the one of each that moves most bytes."""
+    names = set[str]()
+    for kind in ("prefill", "decode"):
+        same = [each for each in listed if each.name.startswith(kind)]
+        moved = {each.name: each.work.bytes if each.work else 0.0 for each in same}
+        names |= (
+            moved.keys() - {max(moved, key=lambda name: moved[name])}
+            if moved
+            else set()
+        )
+    return names
 
 
 def _longest(config: PlanConfig) -> int:
@@ -184,53 +265,60 @@ def _architecture(name: str) -> ModelConfig:
     return read_config(read_json(file))
 
 
+def _chosen(config: PlanConfig, found: Sequence[Division]) -> Division:
+    """The division that the options ask for."""
+    return next(each for each in found if each.samplers == config.num_samplers)
+
+
 def _prediction(
-    config: PlanConfig, made: Sequence[ProgramPlan], chip: Chip | None
-) -> dict | None:
+    config: PlanConfig,
+    made: Sequence[ProgramPlan],
+    found: Sequence[Division],
+    chip: Chip | None,
+) -> dict[str, Any] | None:
     """The prediction as JSON values; None if the chip's rates are not known."""
     if chip is None:
         return None
+    said, listed = assumptions(config, chip, counted=bool(found)), list(made)
+    if found:
+        listed = list(_chosen(config, found).programs)
+    seconds = phases(listed, chip)
+    if config.num_samplers:
+        pace = _chosen(config, found).pace
+        seconds |= {"publish": pace.publish, "step": pace.step}
+        said += apart_assumptions(config, chip)
+    held = budget(config, seconds.get("step", 0.0))
     return {
         "chip": dataclasses.asdict(chip),
-        "seconds": phases(made, chip),
+        "seconds": seconds,
         "programs": {
             entry.name: spent._asdict()
-            for entry in made
+            for entry in listed
             if (spent := times(entry, chip)) is not None
         },
-        "assumptions": assumptions(config, chip),
+        "assumptions": said,
+        "budget": None if held is None else held._asdict(),
     }
 
 
 def _as_json(division: Division) -> dict[str, Any]:
-    return {**dataclasses.asdict(division), "step": division.pace.step}
+    values = dataclasses.asdict(division)
+    del values["programs"]
+    return {**values, "step": division.pace.step}
 
 
-def _judge_counted(
-    config: PlanConfig,
-    found: Sequence[Division],
-    chip: Chip,
-    hbm: float,
-    console: Console,
-) -> None:
-    """Prints counted memory and seconds, and raises if what is planned does not fit."""
-    samplers = config.num_samplers
-    planned = next(each for each in found if each.samplers == samplers)
-    tables.print_pools(planned, console)
-    tables.print_divisions(found, hbm * GIB, console)
-    said = assumptions(config, chip, counted=True)
-    for sentence in (*said, *(apart_assumptions(config, chip) if samplers else ())):
-        console.print(f"- {sentence}", highlight=False)
-    if planned.bytes > hbm * GIB:
-        size = f"at least {planned.bytes / GIB:.2f} of {hbm} GiB"
+def _judge_counted(planned: Division, memory: _Memory) -> None:
+    """Raises if the division that is planned does not fit, by counted memory."""
+    if planned.bytes > memory.gib * GIB:
+        size = f"at least {planned.bytes / GIB:.2f} of {memory}"
         raise DoesNotFitError(f"does not fit: {size}; {REMEDY}")
 
 
-def _judge(made: Sequence[ProgramPlan], hbm: float, console: Console) -> None:
+def _judge(made: Sequence[ProgramPlan], memory: _Memory, console: Console) -> None:
     """Prints the memory of each program, and raises if one does not fit."""
-    tables.print_memory(made, console)
+    tables.print_memory([each for each in made if each.total], console)
     most = max(made, key=lambda entry: entry.total)
-    share = f"{most.total / GIB:.2f} of {hbm} GiB in {most.name}"
-    if most.total > hbm * GIB:
+    share = f"{most.total / GIB:.2f} of {memory} in {most.name}"
+    if most.total > memory.gib * GIB:
         raise DoesNotFitError(f"does not fit: {share}; {REMEDY}")
     console.print(f"fits: {share}", highlight=False)

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl_post.config.plan import PlanConfig, PlanError
 from jaxrl_post.mesh_spec import read_mesh
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.planning.chips import Chip, named_devices
-from jaxrl_post.programs.planning.compiling import count_program
+from jaxrl_post.programs.planning.compiling import ProgramPlan, count_program
 from jaxrl_post.programs.planning.prediction import phases
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.sampling import (
     SamplerPlan,
     make_own_sampler,
     make_sampler,
+    sampler_mesh,
 )
 from jaxrl_post.programs.planning.training import TrainerPlan, make_trainer
 from jaxrl_post.sharding import create_mesh, per_device_bytes
@@ -32,6 +34,7 @@ __all__ = [
     "best",
     "divide",
     "divisions",
+    "meshes",
     "publication",
 ]
 
@@ -102,8 +105,9 @@ class Division:
         samplers: number of samplers; 0 if they share the trainer's devices.
         each: devices of a sampler.
         pace: seconds of a step.
-        memory: for the trainer and for a sampler, bytes of a device by what takes them.
+        memory: while training and while sampling, bytes of a device by what takes them.
         publication: of a version; None if the samplers share the trainer's devices.
+        programs: counted.
     """
 
     trainer: int
@@ -112,6 +116,7 @@ class Division:
     pace: Pace
     memory: tuple[dict[str, int], ...]
     publication: Publication | None = None
+    programs: tuple[ProgramPlan, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -228,20 +233,17 @@ def publication(
 PHASES = (("empty", "accumulate", "apply"), ("prefill", "decode"), ("publish",))
 
 
-def _pace(
-    config: PlanConfig, chip: Chip, trainer: TrainerPlan, sampler: SamplerPlan | None
-) -> Pace:
-    made, steps = list(map(count_program, trainer.programs(()))), 0
+def _counted(
+    chip: Chip, trainer: TrainerPlan, sampler: SamplerPlan | None
+) -> tuple[Pace, tuple[ProgramPlan, ...]]:
+    """What the programs take one after the other, and the programs."""
+    made = list(map(count_program, trainer.programs(())))
     if sampler is not None:
         programs = sampler.programs(trainer.state.params, ())
-        sampled = list(map(count_program, programs))
-        bursts = sum(each.calls for each in sampled if each.name.startswith("decode"))
-        steps, made = bursts * sampler.functions.sizes.steps_per_call, made + sampled
+        made = [*map(count_program, programs), *made]
     found = phases(made, chip)
-    train, sample, publish = (
-        sum(found.get(name, 0.0) for name in names) for names in PHASES
-    )
-    return Pace(train, sample + steps * config.step_overhead_s, publish)
+    pace = (sum(found.get(name, 0.0) for name in names) for names in PHASES)
+    return Pace(*pace), tuple(made)
 
 
 def _together(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Division:
@@ -249,13 +251,17 @@ def _together(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Divi
     mesh = create_mesh(config.mesh, named_devices(config.topology))
     trainer = make_trainer(config, architecture, mesh)
     sampler = make_sampler(config, architecture, mesh)
-    memory, pace = trainer.memory, _pace(config, chip, trainer, sampler)
-    if sampler is not None:
-        pages, copies = sampler.resident
-        memory |= {"copies": per_device_bytes(copies), "cache": per_device_bytes(pages)}
-    publish = pace.publish * _across(chip, mesh.size)
-    pace = dataclasses.replace(pace, publish=publish)
-    return Division(mesh.size, 0, 0, pace, (memory,))
+    memory, (pace, made) = trainer.memory, _counted(chip, trainer, sampler)
+    if sampler is None:
+        return Division(mesh.size, 0, 0, pace, (memory,), programs=made)
+    pages, copies = map(per_device_bytes, sampler.resident)
+    # The trainer's state and the sampler's stay while the other one works.
+    held = {"copies": copies, "cache": pages}
+    stays = {name: memory[name] for name in ("parameters", "optimizer")}
+    sampling = {**stays, **held, "view": sampler.view_bytes}
+    return Division(
+        mesh.size, 0, 0, pace, ({**memory, **held}, sampling), programs=made
+    )
 
 
 def _apart(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Division:
@@ -268,19 +274,35 @@ def _apart(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Divisio
     sampling = {
         "copies": (1 + ahead) * per_device_bytes(sampler.params),
         "cache": per_device_bytes(sampler.pages),
+        "view": sampler.view_bytes,
     }
     sent = publication(config, sampler.params, size, chip)
-    pace = _pace(config, chip, trainer, sampler)
+    pace, made = _counted(chip, trainer, sampler)
     pace = dataclasses.replace(pace, publish=sent.seconds, ahead=ahead)
     return Division(
-        size, config.num_samplers, sampler.mesh.size, pace, (training, sampling), sent
+        size,
+        config.num_samplers,
+        sampler.mesh.size,
+        pace,
+        (training, sampling),
+        sent,
+        made,
     )
 
 
-def _pools(
-    config: PlanConfig, architecture: ModelConfig, devices: Sequence[Any]
-) -> tuple[TrainerPlan, SamplerPlan]:
-    """The trainer on the first devices, and the last sampler on the last ones."""
+def meshes(config: PlanConfig, devices: Sequence[Any]) -> dict[str, Mesh]:
+    """The meshes of trainer and sampler, by their options.
+
+    With --samplers the trainer has the first devices, and one sampler the last ones.
+
+    Raises:
+        PlanError, MeshError: the meshes do not go with the devices.
+    """
+    if not config.num_samplers:
+        mesh = create_mesh(config.mesh, devices)
+        if not config.rollout.prompts_per_step:
+            return {"--mesh": mesh}
+        return {"--mesh": mesh, "--rollout.mesh": sampler_mesh(config, mesh)}
     each = _each(config)
     left = len(devices) - config.num_samplers * each
     if left < 1:
@@ -288,10 +310,20 @@ def _pools(
             f"--samplers: {config.num_samplers} samplers of {each} devices leave none "
             f"of {len(devices)} for the trainer; give fewer or smaller ones"
         )
-    own = create_mesh(config.rollout.mesh or "dp1", devices[-each:])
+    return {
+        "--mesh": create_mesh(config.mesh, devices[:left]),
+        "--rollout.mesh": create_mesh(config.rollout.mesh or "dp1", devices[-each:]),
+    }
+
+
+def _pools(
+    config: PlanConfig, architecture: ModelConfig, devices: Sequence[Any]
+) -> tuple[TrainerPlan, SamplerPlan]:
+    """The trainer, and one of the samplers."""
+    trainer, sampler = meshes(config, devices).values()
     return (
-        make_trainer(config, architecture, create_mesh(config.mesh, devices[:left])),
-        make_own_sampler(config, architecture, own),
+        make_trainer(config, architecture, trainer),
+        make_own_sampler(config, architecture, sampler),
     )
 
 

@@ -1,12 +1,50 @@
 """Predicts the seconds of a step: the roofline of every program."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxrl_post.config.plan import PlanConfig
+from jaxrl_post.config.plan import PlanConfig, PlannedRates
 from jaxrl_post.programs.planning.chips import Chip, Times, Work
 from jaxrl_post.programs.planning.compiling import ProgramPlan
 
-__all__ = ["apart_assumptions", "assumptions", "phases", "times"]
+__all__ = ["Budget", "apart_assumptions", "assumptions", "budget", "phases", "times"]
+
+SECONDS_OF_DAY = 86400
+
+
+class Budget(NamedTuple):
+    """What a run of some days holds.
+
+    Attributes:
+        days: of the run.
+        steps: whole steps.
+        samples: of all steps.
+        trained: tokens of prompts and completions, a prompt with each of its samples.
+        sampled: tokens of completions.
+    """
+
+    days: float
+    steps: int
+    samples: int
+    trained: int
+    sampled: int
+
+
+def budget(config: PlanConfig, step: float) -> Budget | None:
+    """What the run holds; None without --days or the samples of a step.
+
+    Args:
+        config: the options.
+        step: seconds of a step.
+    """
+    rollout = config.rollout
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    if not (config.days and samples and step):
+        return None
+    steps = int(config.days * SECONDS_OF_DAY / step)
+    tokens = steps * samples * (config.mean_tokens or rollout.max_tokens)
+    prompts = steps * samples * rollout.max_prompt_tokens
+    return Budget(config.days, steps, steps * samples, prompts + tokens, tokens)
 
 
 def times(entry: ProgramPlan, chip: Chip) -> Times | None:
@@ -20,15 +58,16 @@ def times(entry: ProgramPlan, chip: Chip) -> Times | None:
 def phases(plans: Sequence[ProgramPlan], chip: Chip) -> dict[str, float]:
     """Seconds of every phase of a step, and of the `step`, their sum.
 
-    A phase is named by the first word of its programs. Without a count of the work
-    there is no phase.
+    A phase is named by the first word of its programs, and has their overhead. Without
+    a count of the work there is no phase.
     """
     found: dict[str, float] = {}
     for entry in plans:
         spent = times(entry, chip)
         if spent is not None:
             phase = entry.name.split()[0]
-            found[phase] = found.get(phase, 0.0) + spent.seconds
+            spent_s = spent.seconds + entry.calls * entry.overhead
+            found[phase] = found.get(phase, 0.0) + spent_s
     return {**found, "step": sum(found.values())} if found else {}
 
 
@@ -39,7 +78,7 @@ def assumptions(
 
     Args:
         config: the options.
-        chip: gives the peak rates.
+        chip: gives the rates.
         counted: whether collectives are counted from shapes, and not compiled.
     """
     rollout, mean = config.rollout, config.mean_tokens
@@ -53,8 +92,22 @@ def assumptions(
         "from its plan), loops times their trips; a collective uses all links of a "
         "chip."
     )
+    if chip.slower > 1:
+        links += (
+            f" Nodes have {chip.of_host} GPUs, each with a network of its own; a byte "
+            f"over it counts as {chip.slower:g} over links. A ring with d GPUs on each "
+            "of its nodes receives over d networks."
+        )
+    reached = config.rates
+    peak = "Peak rates"
+    if reached != PlannedRates():
+        peak = (
+            f"Rates, by --rates {reached.compute:g} of the peak FLOP/s, "
+            f"{reached.memory:g} of the memory's and {reached.links:g} of the links' "
+            "bandwidth,"
+        )
     rates = (
-        f"Peak rates of a chip: {chip.flops / 1e12:g} TFLOP/s in bfloat16, "
+        f"{peak} of a chip: {chip.flops / 1e12:g} TFLOP/s in bfloat16, "
         f"{chip.memory_bandwidth / 1e9:g} GB/s of HBM, "
         f"{chip.link_bandwidth / 1e9:g} GB/s received over all links together "
         f"({chip.source})."

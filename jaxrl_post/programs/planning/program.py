@@ -27,6 +27,7 @@ class Program:
         received: bytes that a call brings to a device from others; None to count them
             in the compiled program.
         unknown_trips: trips of a loop whose number depends on the data.
+        overhead: seconds of a call that no work explains, such as launches.
     """
 
     name: str
@@ -39,3 +40,4 @@ class Program:
     work: Work | None = None
     received: float | None = None
     unknown_trips: int = 1
+    overhead: float = 0.0

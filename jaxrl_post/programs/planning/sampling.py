@@ -22,6 +22,7 @@ from jaxrl_post.programs.build.engine import cache_dtype, engine_sizes
 from jaxrl_post.programs.build.layouts import same_devices
 from jaxrl_post.programs.planning.chips import Work, chip_of
 from jaxrl_post.programs.planning.lengths import answer_lengths
+from jaxrl_post.programs.planning.links import network_of
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.rollout.weights import MovedArrays, Relayout
@@ -41,7 +42,7 @@ from jaxrl_post.sharding import (
 from jaxrl_post.tokens import Tokens
 from jaxrl_post.types import PyTree
 
-__all__ = ["SamplerPlan", "make_own_sampler", "make_sampler"]
+__all__ = ["SamplerPlan", "make_own_sampler", "make_sampler", "sampler_mesh"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,22 @@ class SamplerPlan:
         yield from self._prefill(beside)
         yield from self._decode(beside)
 
+    @cached_property
+    def view_bytes(self) -> int:
+        """Bytes of a device's largest view of the cache, a copy of pages in a burst."""
+        return max(
+            int(
+                self.work.cache_bytes
+                * self.work.view_entries(
+                    rows.pages.shape[0],
+                    rows.pages.shape[1] * PAGE,
+                    groups=rows.shared.pages.shape[0],
+                    shared=_view(rows.shared),
+                )
+            )
+            for rows, _ in self._calls.decode.values()
+        )
+
     def _publish(
         self, relayout: Relayout, trained: PyTree, rest: PyTree
     ) -> Iterator[Program]:
@@ -104,6 +121,10 @@ class SamplerPlan:
                 for tree in (sources, targets)
             ]
             received = group.bytes_sent / group.mesh.size
+            # Each device receives other parts than its neighbours.
+            away = network_of(group.mesh, self.work.chip).exchange(
+                [range(group.mesh.size)]
+            )
             copied = per_device_bytes(own) + per_device_bytes(moved)
             yield Program(
                 f"publish {number}",
@@ -114,7 +135,7 @@ class SamplerPlan:
                 calls=len(groups),
                 # Received bytes are written, then read to be put into their place.
                 work=Work(0.0, copied + 2 * received),
-                received=received,
+                received=received * away,
             )
 
     def _prefill(self, beside: PyTree) -> Iterator[Program]:
@@ -157,6 +178,8 @@ class SamplerPlan:
                     members=rows.shared.members,
                     shared=shared,
                 ),
+                overhead=self.functions.sizes.steps_per_call
+                * self.config.step_overhead_s,
             )
 
     @cached_property
@@ -215,6 +238,22 @@ class _Calls(NamedTuple):
     decode: dict[str, tuple[Rows, int]]
 
 
+def sampler_mesh(config: PlanConfig, mesh: Mesh) -> Mesh:
+    """The mesh of a sampler on the trainer's devices.
+
+    Args:
+        config: the options.
+        mesh: the trainer's.
+
+    Raises:
+        MeshError: --rollout.mesh does not fill the devices.
+    """
+    try:
+        return same_devices(config.rollout.mesh, mesh)
+    except MeshError as error:
+        raise MeshError(f"--rollout.{error}") from error
+
+
 def make_sampler(
     config: PlanConfig, architecture: ModelConfig, mesh: Mesh
 ) -> SamplerPlan | None:
@@ -240,8 +279,8 @@ def make_sampler(
         )
     rules = DEFAULT_RULES.with_context_as_batch()
     dtype = jnp.dtype(options.dtype or config.dtype)
+    own = sampler_mesh(config, mesh)
     try:
-        own = same_devices(options.mesh, mesh)
         params = models.abstract(models.param_specs(architecture), dtype, own, rules)
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error

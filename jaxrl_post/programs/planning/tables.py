@@ -1,6 +1,6 @@
 """Prints plans as tables of 80 columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -8,9 +8,10 @@ from rich.table import Table
 from jaxrl_post.programs.planning.chips import Chip
 from jaxrl_post.programs.planning.compiling import ProgramPlan
 from jaxrl_post.programs.planning.pools import Division, best
-from jaxrl_post.programs.planning.prediction import phases, times
+from jaxrl_post.programs.planning.prediction import Budget, times
 
 __all__ = [
+    "print_budget",
     "print_collectives",
     "print_divisions",
     "print_memory",
@@ -53,6 +54,7 @@ def print_memory(made: Sequence[ProgramPlan], console: Console) -> None:
 def print_prediction(
     made: Sequence[ProgramPlan],
     chip: Chip,
+    predicted: Mapping[str, float],
     assumed: Sequence[str],
     console: Console,
 ) -> None:
@@ -60,11 +62,11 @@ def print_prediction(
 
     Args:
         made: the programs of the step.
-        chip: gives the peak rates.
+        chip: gives the rates.
+        predicted: seconds by phase.
         assumed: sentences about what the prediction takes for granted.
         console: for messages to the user.
     """
-    predicted = phases(made, chip)
     if not predicted:
         console.print("No prediction: the work of adapters is not counted.")
         return
@@ -84,8 +86,9 @@ def print_prediction(
             entry.link_bytes / 1e9,
         )
         cells = [f"{entry.calls * amount:,.2f}" for amount in amounts]
+        seconds = spent.seconds + entry.calls * entry.overhead
         table.add_row(
-            entry.name, str(entry.calls), *cells, f"{spent.seconds:.3f}", spent.bound
+            entry.name, str(entry.calls), *cells, f"{seconds:.3f}", spent.bound
         )
     console.print(table)
     listed = ", ".join(f"{name} {value:.3f} s" for name, value in predicted.items())
@@ -94,11 +97,23 @@ def print_prediction(
         console.print(f"- {sentence}", highlight=False)
 
 
+def print_budget(held: Budget, step: float, console: Console) -> None:
+    """Prints how many steps, samples and tokens a run of some days holds."""
+    console.print(
+        f"in {held.days:g} days: {held.steps:,} steps of {step:.1f} s, "
+        f"{held.samples:,} samples, {held.trained / 1e9:.2f} G tokens, of which "
+        f"{held.sampled / 1e9:.2f} G sampled",
+        highlight=False,
+    )
+
+
 def print_pools(planned: Division, console: Console) -> None:
     """Prints what takes the memory of the trainer's devices and of a sampler's."""
     names = dict.fromkeys(name for pool in planned.memory for name in pool)
     table = Table(title="GiB of a device, at least", title_justify="left", box=None)
-    pools = [f"{planned.trainer} devices", f"{planned.samplers} x {planned.each}"]
+    pools = [f"{planned.trainer} devices", "while sampling"]
+    if planned.samplers:
+        pools[1] = f"{planned.samplers} x {planned.each}"
     for name in ("", *pools[: len(planned.memory)]):
         table.add_column(name, justify="right" if name else "left")
     for name in names:

@@ -38,6 +38,7 @@ from jaxrl_post.models.params import text_specs
 from jaxrl_post.models.recurrences import GatedDelta, LinearAttention
 from jaxrl_post.models.spec import ParamSpec, is_spec
 from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
+from jaxrl_post.programs.planning.links import slowdown
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
 
 __all__ = ["ModelWork", "Product"]
@@ -199,7 +200,7 @@ class ModelWork:
             shared: cache entries that a step reads per group.
         """
         local, local_groups = self._local(slots), self._local(max(groups, 1))
-        entries = local * own + local_groups * shared
+        entries = self.view_entries(slots, own, groups=groups, shared=shared)
         pairs = local * own + local_groups * members * shared
         step = self._lookup(local) + Work(
             pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
@@ -216,6 +217,12 @@ class ModelWork:
         # The view is copied out of the pages, and the new entries back.
         copied = 2 * (entries + local * steps) * self.cache_bytes
         return step * steps + burst + Work(0.0, copied)
+
+    def view_entries(
+        self, slots: int, own: int, *, groups: int = 0, shared: int = 0
+    ) -> float:
+        """Cache entries of a device in a burst's view; arguments as of `decode`."""
+        return self._local(slots) * own + self._local(max(groups, 1)) * shared
 
     def accumulate(
         self,
@@ -387,16 +394,7 @@ class ModelWork:
 
     def slower(self, *names: str) -> float:
         """Times that a collective over axes takes longer than over links alone."""
-        if self.chip is None:
-            return 1.0
-        # Devices of a group, and how many share a host: each has a network of its own.
-        group = together = stride = 1
-        for name, size in reversed(self.mesh.shape.items()):
-            if name in names:
-                group *= size
-                together *= min(size, max(1, self.chip.of_host // stride))
-            stride *= size
-        return 1.0 if group == together else max(1.0, self.chip.slower / together)
+        return slowdown(self.mesh, names, self.chip)
 
     def _itemsize(self, product: Product) -> int:
         held = self.bytes_of_weights and target_name(product.name) in INPUT_DIMS
