@@ -61,9 +61,9 @@ from benchmarks.machine import free_memory, machine
 from jaxrl_post.kernels.dispatch import PLATFORMS, multiply_as_float32, platform
 from jaxrl_post.learner.model import versions
 
-# Largest errors of an implementation, by dtype: relative and by norm; of a log-prob or an
-# entropy, which are computed in float32; and of a cumulative probability, where that of
-# one among 150,000 tokens is 7e-6.
+# Largest errors of an implementation, by dtype: relative and by norm; of a log-prob or
+# an entropy, which are computed in float32; and of a cumulative probability, where one
+# token of 150,000 has 7e-6.
 TOLERANCES = {
     "bfloat16": {"error": 2e-2, "nats": 1e-3, "cumulative": 2e-5},
     "float32": {"error": 1e-4, "nats": 1e-5, "cumulative": 2e-5},

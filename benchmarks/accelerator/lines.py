@@ -1,4 +1,4 @@
-"""The lines of a measurement in a JSON file, from which a run that was cut continues."""
+"""Lines of a measurement in a JSON file, from which a run that was cut continues."""
 
 import json
 import time
@@ -42,7 +42,7 @@ class Lines:
         self._record = {**about, "date": time.strftime("%Y-%m-%d")}
 
     def missing(self, keys: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """The lines of these that were not measured yet, in the order to measure them."""
+        """Lines that were not measured yet, in the order in which they should be."""
         have, begun = {self._of(row) for row in self.rows}, self._begun
         left = [key for key in keys if key not in have]
         return sorted(left, key=lambda key: key[: len(begun)] == begun != ())

@@ -73,7 +73,7 @@ PARTS = (
     ),
     Part(
         "step",
-        "What does a whole step of GRPO take, and what of the peak does training reach?",
+        "What does a step of GRPO take, and what share of the peak does it reach?",
         180,
         "benchmarks.grpo_step --json {json} --shape qwen2.5-1.5b --dtype bfloat16 "
         "--prompt-tokens 256 --max-tokens 224 --microbatch-rows 4 --repeats 3",
