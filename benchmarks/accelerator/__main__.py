@@ -3,10 +3,15 @@
     python -m benchmarks.accelerator DIRECTORY [PART ...] [--seconds 520] [--dry]
 
 A call begins no part that may take longer than the time that is left. Each part has a
-file DIRECTORY/PART.json with its date, device, versions, status and seconds, and what
-it measured; all that was printed is in DIRECTORY/log. The next call with the same
-directory leaves out the parts that are done, continues those that were cut, line by
-line, and tries those that failed last. To measure a part again, remove its file.
+file DIRECTORY/PART.json with its date, device, versions, status and seconds (took_s),
+and what it measured; all that was printed is in DIRECTORY/log, and compiled programs
+are in DIRECTORY/compiled. The next call with the same directory leaves out the parts
+that are done, continues those that were cut, line by line, and tries those that failed
+last. To measure a part again, remove its file.
+
+A dry run (--dry) has the same parts, small and on a CPU. Kernels for GPUs are
+interpreted in the part "right"; in all others XLA's programs stand in for them, and
+for cuDNN.
 
 Statuses: "done"; "cut", at its limit of time and with new lines; "failed", with an
 error, a wrong result, or no new line within its limit. The exit status is 1 if a part
@@ -40,6 +45,8 @@ ROOT = Path(__file__).parents[2]
 # Seconds in which a part may end by itself when its time is over, and those in which
 # the device must answer.
 GRACE, PROBE = 10, 100
+# A dry run may take so many times as long: its machine may be busy.
+BUSY = 5
 # Lines of a part's output that are printed, and kept in its file.
 SHOWN = 30
 # A dry run: on a CPU, with programs that are compiled in little time.
@@ -118,6 +125,10 @@ class Measurement:
         record = self.record(part)
         return record.get("status", "cut" if record else "not begun")
 
+    def limit(self, part: Part) -> int:
+        """Seconds that a part is given."""
+        return part.seconds * (BUSY if self.dry else 1)
+
     def run(self, part: Part) -> None:
         """Runs a part within its limit of time, and writes its status into its file."""
         record = self.record(part)
@@ -128,11 +139,11 @@ class Measurement:
         with (self.folder / "log").open("a+b") as log:
             log.write(f"== {part.name}: {shlex.join(command[1:])}\n".encode())
             log.flush()
-            print(f"== {part.name}: at most {part.seconds} s", flush=True)
+            print(f"== {part.name}: at most {self.limit(part)} s", flush=True)
             start, begin = log.tell(), time.monotonic()
             code = None
             try:
-                code = self._waited(command, part.seconds, log)
+                code = self._waited(command, self.limit(part), log)
             finally:
                 took = time.monotonic() - begin
                 log.seek(start)
@@ -176,7 +187,7 @@ class Measurement:
             status = "failed" if code else "done"
         else:
             status = "cut" if right_lines(found) > right_lines(before) else "failed"
-            said.append(f"ended at its limit of {part.seconds} s")
+            said.append(f"stopped after {took:.0f} s of {self.limit(part)} s")
         record = {
             **found,
             **self._facts,
@@ -184,7 +195,7 @@ class Measurement:
             "asks": part.asks,
             "date": time.strftime("%Y-%m-%d"),
             "status": status,
-            "seconds": round(before.get("seconds", 0.0) + took, 1),
+            "took_s": round(before.get("took_s", 0.0) + took, 1),
             "calls": before.get("calls", 0) + 1,
             "command": shlex.join(part.arguments(Path(), dry=self.dry)[1:]),
             "said": said,
@@ -200,14 +211,14 @@ class Measurement:
             record, status = self.record(part), self.status(part)
             told = f"{part.name:<12}{status:<10}"
             if record:
-                told += f"{record.get('seconds', 0.0):>7.0f} s"
+                told += f"{record.get('took_s', 0.0):>7.0f} s"
             if rows := record.get("rows"):
                 wrong = len(rows) - right_lines(record)
                 told += f"  {len(rows)} lines"
                 told += f", {wrong} failed" if wrong else ""
             if record.get("sources", self._facts["sources"]) != self._facts["sources"]:
                 told += "  (other sources: remove its file to measure it again)"
-            lines.append(told)
+            lines.append(told.rstrip())
         return "\n".join(lines)
 
     def _path(self, part: Part) -> Path:
@@ -231,7 +242,7 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
     # An error that comes again may not take the time of parts that were not begun.
     for part in sorted(todo, key=lambda part: status[part] == "failed"):
         left = options.seconds - (time.monotonic() - begin)
-        if part.seconds + GRACE <= left:
+        if measurement.limit(part) + GRACE <= left:
             measurement.run(part)
         else:
             print(f"== {part.name}: not now, {left:.0f} s are left", flush=True)
