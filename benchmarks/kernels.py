@@ -68,7 +68,7 @@ TOLERANCES = {
     "bfloat16": {"error": 2e-2, "nats": 1e-3, "cumulative": 2e-5},
     "float32": {"error": 1e-4, "nats": 1e-5, "cumulative": 2e-5},
 }
-# What tells a line from the others.
+# Entries that tell a line from the others.
 KEY = ("operation", "shape", "by")
 # Seconds of calls that are timed together: one call may take less than its start.
 TOGETHER_S = 0.02

@@ -223,7 +223,7 @@ def apart(found: PyTree, expected: PyTree) -> float:
 def samples_apart(
     found: Sequence[Completion], expected: Sequence[Completion]
 ) -> Numbers:
-    """How samples with the same noise differ.
+    """The differences of samples with the same noise.
 
     Returns:
         "flipped", the share of tokens at which a sample leaves the other, among those

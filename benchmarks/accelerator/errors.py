@@ -1,4 +1,4 @@
-"""How far the results of two implementations are apart, computed on the device."""
+"""Differences of the results of two implementations, computed on the device."""
 
 import functools
 from collections.abc import Sequence

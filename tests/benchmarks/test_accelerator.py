@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 # other programs brought. What these need is there too.
 IMAGE = {
     *("jax", "flax", "optax", "orbax-checkpoint", "tokenizers", "safetensors"),
-    *("jinja2", "rich", "attrs", "jaxtyping", "pillow", "psutil", "setuptools"),
+    *("jinja2", "rich", "cloudpickle", "narwhals"),
+    *("attrs", "jaxtyping", "pillow", "psutil", "setuptools"),
 }
 # Parts with other arguments of a program that runs in a part before them.
 AGAIN = ("rollout_8b", "states", "float32")
