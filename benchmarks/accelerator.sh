@@ -11,7 +11,8 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 if [ -d build/wheels ] && [ ! -d build/site ]; then
-    "$python" -m pip install --quiet --no-index --no-deps --target build/site build/wheels/*.whl
+    "$python" -m pip install --quiet --no-index --no-deps --target build/site \
+        build/wheels/*.whl || { rm -rf build/site; exit 1; }
 fi
 export PYTHONPATH="build/site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m benchmarks.accelerator "$@"

@@ -154,6 +154,7 @@ def main(options: Options) -> Lines:
     selection = Selection(
         *chosen, jnp.dtype(options.dtype), options.divide, options.interpret
     )
+    every: dict[tuple[str, ...], Case]
     every = {(case.operation, case.shape): case for case in cases(selection)}
     keys = [
         (*place, by)

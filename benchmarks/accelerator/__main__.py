@@ -103,7 +103,7 @@ class Measurement:
             raise RefusedError(f"no device answered within {PROBE} s") from error
         except subprocess.CalledProcessError as error:
             raise RefusedError(f"no device: {error.stderr.strip()}") from error
-        self._facts |= json.loads(asked.stdout)
+        self._facts |= json.loads(asked.stdout.splitlines()[-1])
         for path in sorted(self.folder.glob("*.json")):
             found = read(path)
             for name, words in (("device", "{}"), ("dry", "a dry run ({})")):

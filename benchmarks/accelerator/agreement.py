@@ -139,7 +139,8 @@ def device_and_cpu(work: grpo_step.Options) -> tuple[Numbers, Numbers]:
     config = PRESETS[work.shape]
     with on(jax.devices("cpu")[0], work.dtype) as mesh:
         step = Step(work, config, mesh)
-        before = jax.device_get(step.state.params)
+        # A copy: training donates the arrays.
+        before = jax.tree.map(np.array, step.state.params)
         expected, prompts = step.sample(step.state.params, 0)
         batch = step.batch(expected, prompts)
         metrics = step.train(batch, 0)
@@ -193,7 +194,7 @@ CHECKS = {
 
 
 @contextlib.contextmanager
-def on(device: jax.Device, dtype: str) -> Iterator[jax.sharding.Mesh]:
+def on(device: jax.Device, dtype: str) -> Iterator[jax.sharding.Mesh]:  # type: ignore[valid-type]
     """A mesh of one device, on which float32 is multiplied as float32."""
     mesh = create_mesh("", [device])
     precision = "highest" if dtype == "float32" else None

@@ -35,11 +35,13 @@ class Lines:
         about = json.loads(json.dumps(about))
         before = {} if path is None else read(path)
         same = all(before.get(name) == value for name, value in about.items())
-        kept = before.get("rows", []) if same else []
-        self.rows: list[dict[str, Any]] = [r for r in kept if "failed" not in r]
+        if not same:
+            before = {}
+        self.rows: list[dict[str, Any]]
+        self.rows = [row for row in before.get("rows", ()) if "failed" not in row]
         self._path, self._key = path, key
-        self._begun = tuple(before.get("begun", ())) if same else ()
-        self._record = {**about, "date": time.strftime("%Y-%m-%d")}
+        self._begun = tuple(before.get("begun", ()))
+        self._record = {**before, **about, "date": time.strftime("%Y-%m-%d")}
 
     def missing(self, keys: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Lines that were not measured yet, in the order in which they should be."""

@@ -67,6 +67,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow("waits for parts to be cut, and asks for the device in three calls")
 @pytest.mark.usefixtures("short")
 def test_a_call_continues_the_last(tmp_path, capsys):
     """A cut part's missing lines, no part that is done, and failed ones last.
@@ -77,7 +78,7 @@ def test_a_call_continues_the_last(tmp_path, capsys):
         part("broken", "one", "error"),
         part("cut", "one", "waits", "two", seconds=5),
         part("wrong", "one", "wrong"),
-        part("stuck", "waits", seconds=4),
+        part("stuck", "waits", seconds=2),
         part("done", "one"),
         part("long", "one", seconds=10_000),
     ]

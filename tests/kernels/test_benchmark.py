@@ -207,6 +207,7 @@ def test_a_run_that_was_cut_measures_the_missing_lines(tmp_path, capsys):
     # Nothing is missing, so nothing is measured, not even the machine.
     assert main(options).rows == again
     assert read(path)["rows"] == again
+    assert read(path)["matmul_tflops"] > 0
 
 
 def test_times_of_a_profile_are_those_of_the_device(tmp_path):
