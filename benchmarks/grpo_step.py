@@ -25,7 +25,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,15 +48,23 @@ from benchmarks.machine import machine, peak_memory, write
 from jaxrl_post import algorithms, models
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.data import packing
+from jaxrl_post.kernels.dispatch import Implementation, multiply_as_float32
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.learner import Learner
 from jaxrl_post.learner.model import versions
 from jaxrl_post.learner.step import Policy
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.rollout.weights import Published
-from jaxrl_post.sampler import Engine, EngineConfig, Request, SamplingParams
+from jaxrl_post.sampler import (
+    Completion,
+    Engine,
+    EngineConfig,
+    Request,
+    SamplingParams,
+)
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
 from jaxrl_post.tokens import Tokens
+from jaxrl_post.types import PyTree, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,10 @@ class Options:
 def main(options: Options) -> dict[str, Any]:
     """Runs the benchmark and returns what it measured."""
     config = dense_model(options.shape)
+    multiply_as_float32(options.dtype)
     mesh = create_mesh("", jax.devices()[:1])
     with jax.set_mesh(mesh):
-        step = _make_step(options, config, mesh)
+        step = Step(options, config, mesh)
         # Ragged completions need other programs in other steps: steps that compile do
         # not count.
         steps = (step(number) for number in itertools.count())
@@ -161,22 +170,30 @@ def main(options: Options) -> dict[str, Any]:
 
 
 def make_learner(
-    policy: Policy, mesh: jax.sharding.Mesh, dtype: jnp.dtype, rows: int
+    policy: Policy,
+    mesh: jax.sharding.Mesh,
+    dtype: jnp.dtype,
+    rows: int,
+    params: PyTree | None = None,
 ) -> tuple[Learner, training.TrainState]:
-    """A learner of GRPO with random weights, and its state.
+    """A learner of GRPO, and its state.
 
     Args:
-        policy: with a dense model.
+        policy: with a model.
         mesh: of one device.
         dtype: of the parameters.
         rows: packed rows of a microbatch.
+        params: initial parameters; None draws some.
     """
     specs = models.param_specs(policy.config)
     optimizer = training.make_optimizer(OptimizerConfig(), specs, 100)
     layout = training.shardings(
         specs, optimizer, mesh, DEFAULT_RULES, narrow=dtype != jnp.float32
     )
-    params = models.initialize(jax.random.key(0), specs, dtype, mesh)
+    if params is None:
+        params = models.initialize(jax.random.key(0), specs, dtype, mesh)
+    else:
+        params = jax.tree.map(jax.device_put, params, layout.params)
     learner = Learner(
         policy=policy,
         objective=algorithms.grpo().objective,
@@ -189,57 +206,113 @@ def make_learner(
     return learner, training.create(params, optimizer, layout)
 
 
-def _make_step(
-    options: Options, config: ModelConfig, mesh: jax.sharding.Mesh
-) -> Callable[[int], dict[str, float]]:
-    dtype = jnp.dtype(options.dtype)
-    policy = Policy(config, remat=options.remat, exact=options.exact)
-    learner, state = make_learner(policy, mesh, dtype, options.rows)
-    algorithm = algorithms.grpo()
-    random = np.random.default_rng(0)
-    stops = round(options.stop_share * config.vocab_size)
-    stop_ids = random.permutation(config.vocab_size)[:stops].tolist()
-    sampling = SamplingParams(max_tokens=options.max_tokens, stop_ids=tuple(stop_ids))
-    sizes = EngineConfig(
-        num_slots=options.prompts * options.samples,
-        max_prompt_tokens=options.prompt_tokens,
-        max_tokens=options.max_tokens,
-        steps_per_call=32,
-        max_stop_ids=max(4, stops),
-    )
-    sizes = dataclasses.replace(
-        sizes,
-        cache_tokens=sizes.cache_for_groups(options.samples),
-        exact=options.exact,
-    )
-    engine = Engine(config, sizes, dtype=dtype, mesh=mesh)
-    compiled = engine.compilations
+class Step:
+    """GRPO steps of a model with random weights, one after the other.
 
-    def step(number: int) -> dict[str, float]:
-        nonlocal state
-        before = compiled.total()
+    Args:
+        options: of the benchmark.
+        config: of the model.
+        mesh: of one device, also of `jax.set_mesh`.
+        kernels: implementation of attention and of log-probs.
+        params: initial parameters; None draws some.
+
+    Attributes:
+        state: of the training.
+        learner: takes the optimizer steps.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        config: ModelConfig,
+        mesh: jax.sharding.Mesh,
+        *,
+        kernels: Implementation = "auto",
+        params: PyTree | None = None,
+    ) -> None:
+        self.options, self._vocabulary = options, config.vocab_size
+        dtype = jnp.dtype(options.dtype)
+        policy = Policy(
+            config, remat=options.remat, exact=options.exact, kernels=kernels
+        )
+        self.learner, self.state = make_learner(
+            policy, mesh, dtype, options.rows, params
+        )
+        self._random = np.random.default_rng(0)
+        stops = round(options.stop_share * config.vocab_size)
+        stop_ids = self._random.permutation(config.vocab_size)[:stops].tolist()
+        self._sampling = SamplingParams(
+            max_tokens=options.max_tokens, stop_ids=tuple(stop_ids)
+        )
+        sizes = EngineConfig(
+            num_slots=options.prompts * options.samples,
+            max_prompt_tokens=options.prompt_tokens,
+            max_tokens=options.max_tokens,
+            steps_per_call=32,
+            max_stop_ids=max(4, stops),
+        )
+        sizes = dataclasses.replace(
+            sizes,
+            cache_tokens=sizes.cache_for_groups(options.samples),
+            exact=options.exact,
+        )
+        self._engine = Engine(config, sizes, dtype=dtype, mesh=mesh, kernels=kernels)
+
+    def __call__(self, number: int) -> dict[str, float]:
+        """Takes a step; returns its seconds, and what it sampled."""
+        before = self._compiled()
         begin = time.perf_counter()
-        published = Published(engine, state.params, number)
+        published = Published(self._engine, self.state.params, number)
         rollout = time.perf_counter()
+        done, prompts = self.sample(published.params, number)
+        train = time.perf_counter()
+        batch = self.batch(done, prompts)
+        metrics = self.train(batch, number)
+        end = time.perf_counter()
+        return {
+            "publish": rollout - begin,
+            "rollout": train - rollout,
+            "train": end - train,
+            "step": end - begin,
+            "mismatch": metrics["mismatch/token_mult_prob_error"],
+            "unequal": metrics["mismatch/unequal"],
+            "fill": metrics["packing/fill"],
+            "compiled": float(self._compiled() - before),
+            "sampled": float(sum(len(completion.tokens) for completion in done)),
+        }
+
+    def _compiled(self) -> int:
+        """Programs that were compiled up to now."""
+        return (self._engine.compilations + self.learner.compilations).total()
+
+    def sample(
+        self, params: PyTree, number: int
+    ) -> tuple[list[Completion], dict[int, tuple[int, ...]]]:
+        """Samples a step's completions; returns them, and the prompts by their ids."""
+        options = self.options
         requests = [
             Request(
                 prompt_id=number * options.prompts + index,
                 prompt=tuple(
-                    random.integers(0, config.vocab_size, options.prompt_tokens)
+                    self._random.integers(0, self._vocabulary, options.prompt_tokens)
                 ),
                 num_samples=options.samples,
-                sampling=sampling,
+                sampling=self._sampling,
             )
             for index in range(options.prompts)
         ]
-        prompts = {request.prompt_id: request.prompt for request in requests}
-        done = engine.generate(published.params, requests, version=number)
-        train = time.perf_counter()
-        rewards = random.random((options.prompts, options.samples)).astype(np.float32)
+        prompts = {request.prompt_id: tuple(request.prompt) for request in requests}
+        return self._engine.generate(params, requests, version=number), prompts
+
+    def batch(
+        self, done: Sequence[Completion], prompts: Mapping[int, Sequence[int]]
+    ) -> TokenBatch:
+        """Packs completions, with advantages of random rewards."""
+        options = self.options
+        shape = options.prompts, options.samples
+        rewards = self._random.random(shape).astype(np.float32)
         valid = np.ones_like(rewards, np.bool_)
-        advantages = np.asarray(
-            algorithm.advantages(jnp.asarray(rewards), jnp.asarray(valid))
-        ).ravel()
+        found = algorithms.grpo().advantages(jnp.asarray(rewards), jnp.asarray(valid))
         sequences = [
             packing.Sequence(
                 Tokens.context(prompts[completion.prompt_id]) + completion.tokens,
@@ -249,26 +322,18 @@ def _make_step(
                     np.float32,
                 ),
             )
-            for completion, advantage in zip(done, advantages, strict=True)
+            for completion, advantage in zip(done, np.ravel(found), strict=True)
         ]
         units = packing.trees(sequences) if options.trees else sequences
-        batch = packing.pack(units, options.row, learner.microbatch_rows)
-        state, metrics = learner.update(state, batch, where=f"step {number}")
-        jax.block_until_ready(state.params)
-        end = time.perf_counter()
-        return {
-            "publish": rollout - begin,
-            "rollout": train - rollout,
-            "train": end - train,
-            "step": end - begin,
-            "mismatch": metrics["mismatch/token_mult_prob_error"],
-            "unequal": metrics["mismatch/unequal"],
-            "fill": np.count_nonzero(batch.ends) / batch.tokens.size,
-            "compiled": float(compiled.total() - before),
-            "sampled": float(sum(len(completion.tokens) for completion in done)),
-        }
+        return packing.pack(units, options.row, self.learner.microbatch_rows)
 
-    return step
+    def train(self, batch: TokenBatch, number: int) -> dict[str, float]:
+        """Takes the optimizer step, and waits for it; returns the metrics."""
+        self.state, metrics = self.learner.update(
+            self.state, batch, where=f"step {number}"
+        )
+        jax.block_until_ready(self.state.params)
+        return metrics
 
 
 def _ideal(config: ModelConfig, options: Options, sampled: float) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Cases of `benchmarks.kernels`: operations, shapes, arrays and implementations.
 
 "reference" is XLA's program with all scores or logits in memory. Peers compute what
-they can: one causal sequence a row, without shared prompts.
+they can: one causal sequence a row, without shared prompts. Interpreted, kernels for
+GPUs run on any device, at a shape that is small enough for it ("tiny").
 """
 
 import functools
@@ -9,12 +10,13 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.accelerator.errors import drawn_errors, relative_errors
 from jaxrl_post.data.packing import Sequence, Tree, pack
 from jaxrl_post.kernels.attention import Scoring, Sight, attention
 from jaxrl_post.kernels.attention.shapes import SHAPES as ATTENTION
@@ -31,7 +33,17 @@ from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
 from jaxrl_post.kernels.token_logprob.shapes import SHAPES as TOKEN_LOGPROB
 from jaxrl_post.kernels.token_logprob.shapes import Shape as HeadShape
 
-__all__ = ["ANSWERS", "Arrays", "Case", "Pack", "Pass", "cases", "rows_of"]
+__all__ = [
+    "ANSWERS",
+    "Arrays",
+    "Case",
+    "Operation",
+    "Pack",
+    "Pass",
+    "Selection",
+    "cases",
+    "rows_of",
+]
 
 type Arrays = tuple[jax.Array, ...]
 type Pass = Callable[..., Any]
@@ -40,6 +52,14 @@ type Operation = Literal["token_logprob", "attention", "decode_attention", "next
 
 # Answers to a prompt, in rows of trees.
 ANSWERS = 8
+
+# Shapes of interpreted kernels.
+TINY: dict[Operation, Any] = {
+    "token_logprob": HeadShape(64, 64, 512),
+    "attention": AttentionShape(1, 128, 1, 1, 64, 64),
+    "decode_attention": DecodeShape(2, 1, 2, 1, 64, 64, 64, 2, 16),
+    "next_token": NextShape(4, 64, 512),
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +74,8 @@ class Case:
         small: arguments of the same kind for the reference.
         needed: FLOPs of the products that are needed, or bytes that must be read.
         unit: of `needed`.
-        logprobs: which leaves of a result are in nats; their error is not relative.
+        errors: of arguments, what an implementation found and what another one did,
+            the largest differences by name, as in `relative_errors`.
     """
 
     operation: str
@@ -64,54 +85,65 @@ class Case:
     small: Callable[[], Arrays]
     needed: float
     unit: Literal["FLOP", "B"] = "FLOP"
-    logprobs: tuple[int, ...] = ()
+    errors: Callable[[Arrays, Any, Any], dict[str, float]] = lambda arrays, *both: (
+        relative_errors(*both)
+    )
 
 
-def cases(
-    operations: tuple[Operation, ...],
-    shapes: tuple[str, ...],
-    packs: tuple[Pack, ...],
-    dtype: Any,
-    divide: int,
-) -> Iterator[Case]:
-    """Yields what is measured.
+class Selection(NamedTuple):
+    """Choice of what is measured.
 
-    Args:
-        operations: names.
+    Attributes:
+        operations: names, in the order of their cases.
         shapes: names of shapes; all without one.
         packs: what the rows of attention hold, as `rows_of` says.
         dtype: of the operands.
         divide: by which rows and lengths are divided.
+        interpret: whether kernels for GPUs are interpreted, each at one tiny shape.
     """
-    if "token_logprob" in operations:
-        for name, shape in TOKEN_LOGPROB.items():
-            if not shapes or name in shapes:
-                yield _head(name, shape, dtype, divide)
-    if "attention" in operations:
-        for name, shape in ATTENTION.items():
-            if not shapes or name in shapes:
-                for held in packs:
-                    yield _attention(name, shape, dtype, divide, held)
-    if "decode_attention" in operations:
-        for name, shape in DECODE.items():
-            if not shapes or name in shapes:
-                yield _decode(name, shape, dtype, divide)
-    if "next_token" in operations:
-        for name, shape in NEXT_TOKEN.items():
-            if not shapes or name in shapes:
-                yield _next(name, shape, dtype)
+
+    operations: tuple[Operation, ...]
+    shapes: tuple[str, ...]
+    packs: tuple[Pack, ...]
+    dtype: Any
+    divide: int = 1
+    interpret: bool = False
+
+    def implementations(self) -> list[str]:
+        """Names of the programs that run here, but for the reference and peers."""
+        names = ["xla"]
+        if platform() == "tpu" and self.dtype in (jnp.bfloat16, jnp.float32):
+            names.append("pallas_tpu")
+        if (platform() == "hopper" or self.interpret) and self.dtype == jnp.bfloat16:
+            names.append("pallas_gpu")
+        return names
 
 
-def _implementations(dtype: Any) -> list[str]:
-    names = ["xla"]
-    if platform() == "tpu" and dtype in (jnp.bfloat16, jnp.float32):
-        names.append("pallas_tpu")
-    if platform() == "hopper" and dtype == jnp.bfloat16:
-        names.append("pallas_gpu")
-    return names
+def cases(selection: Selection) -> Iterator[Case]:
+    """Yields what is measured."""
+    tables: dict[Operation, Any] = {
+        "token_logprob": (TOKEN_LOGPROB, _head),
+        "attention": (ATTENTION, _attention),
+        "decode_attention": (DECODE, _decode),
+        "next_token": (NEXT_TOKEN, _next),
+    }
+    for operation in selection.operations:
+        shapes, make = tables[operation]
+        if selection.shapes:
+            shapes = {n: s for n, s in shapes.items() if n in selection.shapes}
+        if selection.interpret:
+            shapes = {"tiny": TINY[operation]}
+        for name, shape in shapes.items():
+            if operation != "attention":
+                yield make(name, shape, selection)
+                continue
+            for held in selection.packs:
+                yield make(name, shape, selection, held)
 
 
-def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
+def _head(name: str, shape: HeadShape, selection: Selection) -> Case:
+    dtype = selection.dtype
+
     def arrays(rows: int, vocab: int) -> Arrays:
         keys = jax.random.split(jax.random.key(0), 4)
         hidden = jax.random.normal(keys[0], (1, rows, shape.width), dtype)
@@ -129,24 +161,24 @@ def _head(name: str, shape: HeadShape, dtype: Any, divide: int) -> Case:
             found = token_logprob(
                 hidden, weight, targets,
                 kept=kept, scaling=Scaling(softcap=shape.softcap),
-                implementation=by,  # type: ignore[arg-type]
+                implementation=by, interpret=selection.interpret,  # type: ignore[arg-type]
             )  # fmt: skip
             return tuple(found)
 
         found, pull = jax.vjp(run, hidden, weight)
         return found, pull((g, jnp.zeros_like(g), jnp.zeros_like(g)))
 
-    rows = max(8, shape.rows // divide)
-    names = ["reference", *_implementations(dtype)]
+    rows = max(8, shape.rows // selection.divide)
+    names = ["reference", *selection.implementations()]
     return Case(
         "token_logprob",
         name,
         {by: jax.jit(functools.partial(both, by=by)) for by in names},
         functools.partial(arrays, rows, shape.vocab),
         # The logits' gradient is more than the kernel for GPUs holds at once.
-        functools.partial(arrays, 600, _checked(shape.vocab)),
+        functools.partial(arrays, min(600, rows), _checked(shape.vocab)),
         6.0 * rows * shape.width * shape.vocab,
-        logprobs=(0, 1, 2),
+        errors=lambda arrays, *both: relative_errors(*both, logprobs=(0, 1, 2)),
     )
 
 
@@ -155,12 +187,12 @@ def _checked(vocab: int) -> int:
     return min(vocab, 5003) if platform() == "cpu" else vocab
 
 
-def _peers(shape: AttentionShape, dtype: Any) -> list[str]:
+def _peers(shape: AttentionShape, selection: Selection) -> list[str]:
     """Other libraries' attention that computes this shape here."""
     found = []
     plain = shape.head_dim == shape.value_dim and shape.softcap is None
-    gpu = platform() in ("gpu", "hopper") and dtype == jnp.bfloat16
-    if gpu and plain and not shape.sinks:
+    gpu = platform() in ("gpu", "hopper") or selection.interpret
+    if gpu and selection.dtype == jnp.bfloat16 and plain and not shape.sinks:
         found.append("cudnn")
     if importlib.util.find_spec("tokamax") is not None and not shape.sinks:
         found.append("tokamax")
@@ -169,8 +201,10 @@ def _peers(shape: AttentionShape, dtype: Any) -> list[str]:
 
 def _cudnn(shape: AttentionShape, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     window = None if shape.window is None else (shape.window - 1, 0)
+    # Interpreted, without a GPU, the same call takes XLA's program.
+    by = "xla" if platform() == "cpu" else "cudnn"
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=window, implementation="cudnn"
+        q, k, v, is_causal=True, local_window_size=window, implementation=by
     )
 
 
@@ -233,7 +267,7 @@ def _ragged(batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _attention(
-    name: str, shape: AttentionShape, dtype: Any, divide: int, held: Pack
+    name: str, shape: AttentionShape, selection: Selection, held: Pack
 ) -> Case:
     def arrays(length: int) -> Arrays:
         keys = jax.random.split(jax.random.key(0), 4)
@@ -245,7 +279,7 @@ def _attention(
             (batch, length, heads, shape.value_dim),
         ]
         found = [
-            jax.random.normal(key, size, dtype)
+            jax.random.normal(key, size, selection.dtype)
             for key, size in zip(keys, sizes, strict=True)
         ]
         facts = [jnp.asarray(array) for array in rows_of(held, batch, length)]
@@ -263,21 +297,21 @@ def _attention(
                 q, k, v,
                 Sight(positions, positions, ends),
                 scoring=Scoring(shape.window, None, shape.softcap, sinks),
-                implementation=by,  # type: ignore[arg-type]
+                implementation=by, interpret=selection.interpret,  # type: ignore[arg-type]
             )  # fmt: skip
             return jnp.where(counts, out, jnp.zeros_like(out))
 
         out, pull = jax.vjp(run, q, k, v)
         return out, pull(g)
 
-    length = max(256, shape.length // divide)
+    length = max(min(256, shape.length), shape.length // selection.divide)
     positions, ends = rows_of(held, shape.batch, length)
     back = shape.window or length
     # A token sees itself and what is before it on its path; padding sees nothing.
     seen = float((np.minimum(positions + 1, back) * (ends > 0)).sum())
-    names = ["reference", *_implementations(dtype)]
+    names = ["reference", *selection.implementations()]
     if held == "causal":
-        names += _peers(shape, dtype)
+        names += _peers(shape, selection)
     widths = shape.head_dim + shape.value_dim
     return Case(
         "attention",
@@ -290,7 +324,9 @@ def _attention(
     )
 
 
-def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
+def _decode(name: str, shape: DecodeShape, selection: Selection) -> Case:
+    dtype = selection.dtype
+
     def entries(key: jax.Array, sizes: tuple[int, int], width: int) -> Any:
         if not width:
             return None
@@ -325,11 +361,11 @@ def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
             query, OwnKeys(key, value, of_key), at,
             shared=common and SharedKeys(*common, members=shape.members),
             scoring=Scoring(shape.window, None, shape.softcap, sinks),
-            implementation=by,
+            implementation=by, interpret=selection.interpret,
         )  # fmt: skip
 
     least = max(16, shape.queries)
-    own, shared = (max(least, n // divide) for n in (shape.own, shape.shared))
+    own, shared = (max(least, n // selection.divide) for n in (shape.own, shape.shared))
     # The keys that the window leaves, of the samples and of the groups.
     back = (shape.window or own + shared) + shape.queries - 1
     seen = shape.batch * min(own, back)
@@ -338,7 +374,7 @@ def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
     each = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.codes or dtype).itemsize
     if shape.codes is not None:
         each += 2 * 4
-    names = ["reference", *_implementations(dtype)]
+    names = ["reference", *selection.implementations()]
     return Case(
         "decode_attention",
         name,
@@ -350,7 +386,9 @@ def _decode(name: str, shape: DecodeShape, dtype: Any, divide: int) -> Case:
     )
 
 
-def _next(name: str, shape: NextShape, dtype: Any) -> Case:
+def _next(name: str, shape: NextShape, selection: Selection) -> Case:
+    dtype = selection.dtype
+
     def arrays(rows: int, vocab: int) -> Arrays:
         keys = jax.random.split(jax.random.key(0), 3)
         hidden = jax.random.normal(keys[0], (rows, shape.width), dtype)
@@ -358,19 +396,20 @@ def _next(name: str, shape: NextShape, dtype: Any) -> Case:
         weight = weight * jnp.asarray(shape.width**-0.5, dtype)
         return hidden, weight, jax.random.uniform(keys[2], (rows,)), jnp.ones(rows)
 
-    names = ["reference", *_implementations(dtype)]
+    options = {"softcap": shape.softcap, "interpret": selection.interpret}
+    names = ["reference", *selection.implementations()]
     return Case(
         "next_token",
         name,
         {
-            by: jax.jit(
-                functools.partial(next_token, softcap=shape.softcap, implementation=by)  # type: ignore[arg-type]
-            )
+            by: jax.jit(functools.partial(next_token, implementation=by, **options))  # type: ignore[arg-type]
             for by in names
         },
         functools.partial(arrays, shape.rows, shape.vocab),
-        functools.partial(arrays, 30, _checked(shape.vocab)),
+        functools.partial(arrays, min(30, shape.rows), _checked(shape.vocab)),
         float(shape.vocab * shape.width * jnp.dtype(dtype).itemsize),
         "B",
-        logprobs=(1,),
+        errors=lambda arrays, found, expected: drawn_errors(
+            arrays, found, shape.softcap
+        ),
     )

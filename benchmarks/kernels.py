@@ -15,20 +15,23 @@ Decode attention has no backward pass. Its `share` is the share of the bandwidth
 which this run sums a large array, for the keys and values that a query sees, each read
 once. So has the next token, for the matrix of the vocabulary.
 
-"reference" is XLA's program with all scores or logits in memory. Before another one is
-timed, its results are compared with "reference" at a smaller size; it is
-skipped if they differ. So is a program that needs more memory than there is, and the
-line says how much. The file is written after each line, so a run that is cut off keeps
-what it measured. Compiling takes longest, so programs of several lines are compiled at
-once, and nothing is timed meanwhile. `kernels_us` are the device's own times of the
-kernels of one call, the longest first, where its profiler tells them.
+"reference" is XLA's program with all scores or logits in memory. An implementation is
+compared with it at a smaller size (`--no-check` leaves that out), and at the case's own
+size with the first one that ran there (`whole`). A kernel must give the same bits
+twice. It is timed if it is right (`--no-time` times nothing). A program that needs more
+memory than there is is skipped, and the line says how much. The file is written after
+each line, and a run that is cut off keeps what it measured: the same command measures
+the missing lines, and those that failed again. The exit status is 1 if a line failed.
+Compiling takes longest, so programs of several lines are compiled at once, and nothing
+is timed meanwhile. `kernels_us` are the device's own times of the kernels of one call,
+the longest first, where its profiler tells them.
 """
 
 import collections
 import itertools
-import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,23 +42,38 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.accelerator.lines import Lines
 from benchmarks.ideal import peak_flops
-from benchmarks.kernel_cases import Arrays, Case, Pack, Pass, cases
+from benchmarks.kernel_cases import (
+    Arrays,
+    Case,
+    Operation,
+    Pack,
+    Pass,
+    Selection,
+    cases,
+)
 from benchmarks.machine import free_memory, machine
-from jaxrl_post.kernels.dispatch import platform
+from jaxrl_post.kernels.dispatch import PLATFORMS, multiply_as_float32, platform
 from jaxrl_post.learner.model import versions
 
-# Largest relative error of an implementation, by norm, against the reference.
-TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
-# Largest error of a log-prob or an entropy: both are computed in float32.
-NATS = {"bfloat16": 1e-3, "float32": 1e-5}
+# Largest errors of an implementation, by dtype: relative and by norm; of a log-prob or
+# an entropy, which are computed in float32; and of a cumulative probability, where one
+# token of 150,000 has 7e-6.
+TOLERANCES = {
+    "bfloat16": {"error": 2e-2, "nats": 1e-3, "cumulative": 2e-5},
+    "float32": {"error": 1e-4, "nats": 1e-5, "cumulative": 2e-5},
+}
+# Entries that tell a line from the others.
+KEY = ("operation", "shape", "by")
 # Seconds of calls that are timed together: one call may take less than its start.
 TOGETHER_S = 0.02
+# Seconds that a line is timed for, if one call takes less.
+MOST_S = 3.0
 # Kernels of a call that a line names.
 NAMED = 8
 
@@ -65,26 +83,36 @@ class Options:
     """Options of the benchmark.
 
     Attributes:
-        operations: what is measured.
+        operations: what is measured, in this order.
         shapes: names of shapes; all without one.
         packs: what the rows of attention hold.
         by: what is measured of "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn"
             and "tokamax", where it runs; all without one.
         dtype: of the operands.
         divide: by which rows and lengths are divided, for a slow device.
+        interpret: whether kernels for GPUs are interpreted, on a CPU, each at one tiny
+            shape.
+        check: whether results at a small size are compared with the reference.
+        time: whether programs run at the case's size, and are timed.
         repeats: timed runs of each.
         compilers: cases whose programs are compiled at once.
-        json: file to write the result to.
+        json: file to write the result to, and to continue from.
     """
 
-    operations: tuple[
-        Literal["token_logprob", "attention", "decode_attention", "next_token"], ...
-    ] = ("token_logprob", "attention", "decode_attention", "next_token")
+    operations: tuple[Operation, ...] = (
+        "token_logprob",
+        "attention",
+        "decode_attention",
+        "next_token",
+    )
     shapes: tuple[str, ...] = ()
     packs: tuple[Pack, ...] = ("causal", "answers", "ragged")
     by: tuple[str, ...] = ()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     divide: int = 1
+    interpret: bool = False
+    check: bool = True
+    time: bool = True
     repeats: int = 10
     compilers: int = 4
     json: Path | None = None
@@ -96,6 +124,7 @@ class Prepared:
 
     Attributes:
         case: what is measured.
+        names: of the implementations to measure.
         arrays: makes the arguments.
         small: makes the arguments with which results are compared.
         checks: by implementation, programs for the small arguments.
@@ -103,44 +132,86 @@ class Prepared:
     """
 
     case: Case
+    names: Sequence[str]
     arrays: Future[Any]
     small: Future[Any]
     checks: dict[str, Future[Any]]
     programs: dict[str, Future[Any]]
 
 
-def main(options: Options) -> dict[str, Any]:
+class WrongError(Exception):
+    """An implementation's results are wrong, so that it is not timed."""
+
+
+class TooLargeError(Exception):
+    """A program needs more memory than there is."""
+
+
+def main(options: Options) -> Lines:
     """Runs the benchmark, writes what it measured, and returns it."""
-    peaks = {"FLOP": peak_flops(options.dtype), "B": _bandwidth(options)}
-    rows: list[dict[str, Any]] = []
-    result = {
+    multiply_as_float32(options.dtype)
+    chosen = options.operations, options.shapes, options.packs
+    selection = Selection(
+        *chosen, jnp.dtype(options.dtype), options.divide, options.interpret
+    )
+    every: dict[tuple[str, ...], Case]
+    every = {(case.operation, case.shape): case for case in cases(selection)}
+    keys = [
+        (*place, by)
+        for place, case in every.items()
+        for by in case.implementations
+        if by in (options.by or (by,))
+    ]
+    lines = Lines(options.json, _about(options), KEY)
+    missing: dict[tuple[str, ...], list[str]] = {}
+    for *place, by in lines.missing(keys):
+        missing.setdefault(tuple(place), []).append(by)
+    peaks = _peaks(options, lines) if options.time and missing else {}
+    for some in itertools.batched(missing.items(), options.compilers):
+        begin = time.perf_counter()
+        ready = prepare(options, [(every[place], names) for place, names in some])
+        print(f"{len(ready)} cases compiled in {time.perf_counter() - begin:.1f} s")
+        for prepared in ready:
+            case = prepared.case
+            lines.begin(case.operation, case.shape)
+            peak = peaks.get(case.unit, math.nan)
+            for row in measured(options, prepared, peak, free_memory()):
+                lines.add(row)
+    lines.end()
+    return lines
+
+
+def _about(options: Options) -> dict[str, Any]:
+    """Facts on which every line depends."""
+    return {
         "device": jax.devices()[0].device_kind,
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "dtype": options.dtype,
         "divide": options.divide,
-        "matmul_tflops": peaks["FLOP"] / 1e12,
-        "bandwidth_gbs": peaks["B"] / 1e9,
-        # The cost of starting a program: no line can be shorter.
-        "call_us": 1e6 * _seconds(jax.jit(jnp.negative), (jnp.ones(1),), 10),
-        "memory_gib": free_memory() / 2**30,
-        "rows": rows,
+        "interpret": options.interpret,
+        "check": options.check,
+        "time": options.time,
     }
-    chosen = options.operations, options.shapes, options.packs
-    every = cases(*chosen, jnp.dtype(options.dtype), options.divide)
-    for some in itertools.batched(every, options.compilers):
-        for prepared in prepare(options, some):
-            peak = peaks[prepared.case.unit]
-            for row in measured(options, prepared, peak, free_memory()):
-                rows.append(row)
-                if options.json is not None:
-                    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return result
 
 
-def prepare(options: Options, some: Sequence[Case]) -> list[Prepared]:
-    """Compiles the programs of cases, all at once."""
+def _peaks(options: Options, lines: Lines) -> dict[str, float]:
+    """Measures what the device does at best, by the unit of a case."""
+    peaks = {"FLOP": peak_flops(options.dtype), "B": _bandwidth(options)}
+    lines.tell(
+        machine=machine(),
+        matmul_tflops=peaks["FLOP"] / 1e12,
+        bandwidth_gbs=peaks["B"] / 1e9,
+        # The cost of starting a program: no line can be shorter.
+        call_us=1e6 * _seconds(jax.jit(jnp.negative), (jnp.ones(1),), 10),
+        memory_gib=free_memory() / 2**30,
+    )
+    return peaks
+
+
+def prepare(
+    options: Options, todo: Sequence[tuple[Case, Sequence[str]]]
+) -> list[Prepared]:
+    """Compiles the programs of cases and of the named implementations, all at once."""
     with ThreadPoolExecutor() as pool:
 
         def begin(function: Any, *shapes: Any) -> Future[Any]:
@@ -151,13 +222,12 @@ def prepare(options: Options, some: Sequence[Case]) -> list[Prepared]:
             return {n: begin(case.implementations[n], *shapes) for n in names}
 
         found = []
-        for case in some:
-            names = [n for n in case.implementations if n in (options.by or (n,))]
-            checked = [n for n in names if n != "reference"]
+        for case, names in todo:
+            checked = [n for n in names if n != "reference"] if options.check else []
             checks = of(case, case.small, ["reference", *checked] if checked else [])
-            programs = of(case, case.arrays, names)
+            programs = of(case, case.arrays, names if options.time else [])
             makers = begin(case.arrays), begin(case.small)
-            found.append(Prepared(case, *makers, checks, programs))
+            found.append(Prepared(case, names, *makers, checks, programs))
     return found
 
 
@@ -172,34 +242,98 @@ def measured(
         peak: of the device, in the case's unit per second.
         memory: bytes that a program may take.
     """
-    case = prepared.case
-    for name, compiled in prepared.programs.items():
+    case, expected = prepared.case, None
+    for name in prepared.names:
+        begin = time.perf_counter()
         row: dict[str, Any]
         row = {"operation": case.operation, "shape": case.shape, "by": name}
         try:
-            if name != "reference":
-                small = prepared.small.result()()
-                check, reference = prepared.checks[name], prepared.checks["reference"]
-                row |= _errors(case, check.result()(*small), reference.result()(*small))
-                right = row["error"] <= TOLERANCE[options.dtype]
-                if not (right and row.get("nats", 0.0) <= NATS[options.dtype]):
-                    yield row | {"skipped": "differs from the reference"}
-                    continue
-            program = compiled.result()
-            row["gib"] = _needed(program) / 2**30
-            if row["gib"] * 2**30 > memory:
-                said = f"needs {row['gib']:.1f} GiB; {memory / 2**30:.1f} are free"
-                yield row | {"skipped": said}
-                continue
-            arrays = prepared.arrays.result()()
-            seconds = _seconds(program, arrays, options.repeats)
-            row |= _kernels(program, arrays)
+            if name in prepared.checks and name != "reference":
+                _check(options, prepared, name, row)
+            if options.time:
+                arrays = prepared.arrays.result()()
+                found = _run(options, prepared, name, arrays, memory, expected, row)
+                expected = found if expected is None else expected
+                _time(options, prepared, name, arrays, peak, row)
         except Exception as error:  # Out of memory, or refused: the others continue.
-            yield row | {"skipped": " ".join(str(error).split())[:200]}
-            continue
-        rate = case.needed / seconds
-        found = {"tflops": rate / 1e12} if case.unit == "FLOP" else {"gbs": rate / 1e9}
-        yield row | {"ms": 1e3 * seconds, **found, "share": rate / peak}
+            row |= _told(error)
+        yield row | {"took_s": time.perf_counter() - begin}
+
+
+def _check(options: Options, prepared: Prepared, name: str, row: dict) -> None:
+    """Compares small results with the reference's."""
+    arrays = prepared.small.result()()
+    check, reference = (prepared.checks[by].result() for by in (name, "reference"))
+    found, expected = check(*arrays), reference(*arrays)
+    row |= prepared.case.errors(arrays, found, expected)
+    row["same_bits"] = bool(_same(found, check(*arrays)))
+    _require_right(options, name, row, row["same_bits"], "the reference")
+
+
+def _run(
+    options: Options,
+    prepared: Prepared,
+    name: str,
+    arrays: Arrays,
+    memory: float,
+    expected: Any,
+    row: dict,
+) -> Any:
+    """Results at the case's size, compared with the expected ones if there are some."""
+    program = prepared.programs[name].result()
+    row["gib"] = _needed(program) / 2**30
+    if row["gib"] * 2**30 > memory:
+        raise TooLargeError(
+            f"needs {row['gib']:.1f} GiB; {memory / 2**30:.1f} are free"
+        )
+    found = program(*arrays)
+    row["same_bits"] = bool(_same(found, program(*arrays)))
+    if expected is not None:
+        row["whole"] = prepared.case.errors(arrays, found, expected)
+    other = "the first program"
+    _require_right(options, name, row.get("whole", {}), row["same_bits"], other)
+    return found
+
+
+def _require_right(
+    options: Options, name: str, errors: dict[str, Any], same: bool, other: str
+) -> None:
+    limits = TOLERANCES[options.dtype]
+    if not all(errors.get(kind, 0.0) <= limit for kind, limit in limits.items()):
+        raise WrongError(f"differs from {other}")
+    # Programs of XLA and of others may add in any order.
+    if name in PLATFORMS and not same:
+        raise WrongError("gave other bits the second time")
+
+
+@jax.jit
+def _same(found: Any, again: Any) -> jax.Array:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True)
+    return jnp.stack([(one == other).all() for one, other in pairs]).all()
+
+
+def _told(error: Exception) -> dict[str, str]:
+    """A line's entry: "skipped" if it may well be, else "failed"."""
+    told = " ".join(str(error).split())[:200]
+    known = "cannot compute this" in told or "RESOURCE_EXHAUSTED" in told
+    skipped = isinstance(error, TooLargeError) or known
+    return {"skipped" if skipped else "failed": told}
+
+
+def _time(
+    options: Options,
+    prepared: Prepared,
+    name: str,
+    arrays: Arrays,
+    peak: float,
+    row: dict,
+) -> None:
+    case, program = prepared.case, prepared.programs[name].result()
+    seconds = _seconds(program, arrays, options.repeats)
+    row |= _kernels(options, program, arrays)
+    rate = case.needed / seconds
+    row |= {"tflops": rate / 1e12} if case.unit == "FLOP" else {"gbs": rate / 1e9}
+    row |= {"ms": 1e3 * seconds, "share": rate / peak}
 
 
 def _needed(program: Any) -> float:
@@ -209,35 +343,15 @@ def _needed(program: Any) -> float:
     return float(sum(sizes) + said.temp_size_in_bytes)
 
 
-def _errors(case: Case, found: Any, expected: Any) -> dict[str, float]:
-    """The largest differences of two results.
-
-    Returns:
-        "error", relative and by norm, of the arrays that are not log-probs, and "nats"
-        of those that are, if any.
-    """
-    nats, relative = [], [0.0]
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    for number, pair in enumerate(pairs):
-        left, right = (np.asarray(array, np.float64) for array in pair)
-        if number in case.logprobs:
-            nats.append(float(np.abs(left - right).max()))
-        else:
-            size = max(float(np.linalg.norm(right)), 1e-30)
-            relative.append(float(np.linalg.norm(left - right)) / size)
-    # `max` of Python would lose a NaN.
-    errors = {"error": float(np.max(relative))}
-    return errors | ({"nats": float(np.max(nats))} if nats else {})
-
-
 def _seconds(function: Pass, arrays: Arrays, repeats: int) -> float:
     """Seconds of a call, of many that wait on the device one behind the other."""
     jax.block_until_ready(function(*arrays))
     begin = time.perf_counter()
     jax.block_until_ready(function(*arrays))
-    calls = math.ceil(TOGETHER_S / (time.perf_counter() - begin))
+    once = time.perf_counter() - begin
+    calls = math.ceil(TOGETHER_S / once)
     times = []
-    for _ in range(repeats):
+    for _ in range(min(repeats, math.ceil(MOST_S / (calls * once)))):
         begin = time.perf_counter()
         for _ in range(calls):
             found = function(*arrays)
@@ -246,9 +360,9 @@ def _seconds(function: Pass, arrays: Arrays, repeats: int) -> float:
     return statistics.median(times)
 
 
-def _kernels(function: Pass, arrays: Arrays) -> dict[str, Any]:
+def _kernels(options: Options, function: Pass, arrays: Arrays) -> dict[str, Any]:
     """Microseconds of a call's kernels, by name, where the device tells them."""
-    if platform() == "cpu":
+    if platform() == "cpu" and not options.interpret:
         return {}
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -287,12 +401,11 @@ def _bandwidth(options: Options) -> float:
     return size / _seconds(total, (one,), options.repeats)
 
 
-if __name__ == "__main__":
-    options = tyro.cli(Options, description=__doc__)
-    result = main(options)
-    table = Table("operation", "shape", "by", "ms", "rate", "share", "error, nats")
-    for row in result["rows"]:
-        numbers = [row.get("skipped", ""), "", ""]
+def show(lines: Lines) -> None:
+    """Prints the table."""
+    table = Table("operation", "shape", "by", "ms", "rate", "share", "errors")
+    for row in lines.rows:
+        numbers = [row.get("skipped", row.get("failed", "")), "", ""]
         if "ms" in row:
             numbers = [
                 f"{row['ms']:.2f}",
@@ -301,13 +414,21 @@ if __name__ == "__main__":
                 else f"{row['gbs']:.1f} GB/s",
                 f"{row['share']:.0%}",
             ]
-        errors = [f"{row[name]:.1e}" for name in ("error", "nats") if name in row]
+        errors = row | row.get("whole", {})
+        told = [f"{n} {errors[n]:.1e}" for n in TOLERANCES["float32"] if n in errors]
         table.add_row(
-            row["operation"], row["shape"], row["by"], *numbers, ", ".join(errors)
+            row["operation"], row["shape"], row["by"], *numbers, ", ".join(told)
         )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{result['device']}: matmul {result['matmul_tflops']:.2f} TFLOP/s, reading "
-        f"{result['bandwidth_gbs']:.1f} GB/s"
-    )
+    Console(width=140).print(table)
+    if failed := lines.failed():
+        print(f"{len(failed)} of {len(lines.rows)} lines failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    options = tyro.cli(Options, description=__doc__)
+    if options.interpret:
+        # The interpreter runs warpgroups as threads that wait for each other.
+        jax.config.update("jax_num_cpu_devices", 8)
+    result = main(options)
+    show(result)
+    sys.exit(bool(result.failed()))

@@ -63,3 +63,11 @@ def _processor() -> str:
     )
     names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
     return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    from jaxrl_post.learner.model import versions
+
+    found = {"machine": machine(), "versions": versions()}
+    memory = {"memory_gib": free_memory() / 2**30}
+    print(json.dumps({"device": found["versions"]["device"], **found, **memory}))

@@ -14,7 +14,9 @@ The first token of a sample counts when the host sees it, at the end of a burst.
 Occupancy is the share of the decoded rows that sampled a token: the others had
 finished, or padded the batch. `ideal` is the time of the matrix products of the new
 tokens alone, in calls of as many rows as there are slots, with `jnp.dot` in this run.
-The times are medians of runs that compiled nothing.
+`step_seconds` is the time of a decoding step of `fixed`, after the burst in which the
+last sample began: what `launch.plan` predicts, and `--step-overhead-s` adds to. The
+times are medians of runs that compiled nothing.
 """
 
 import dataclasses
@@ -35,6 +37,7 @@ from benchmarks.ideal import dense_model, head_seconds, layers_seconds
 from benchmarks.machine import machine, peak_memory, write
 from jaxrl_post import models
 from jaxrl_post.config.rollout import CacheDtype, RolloutConfig
+from jaxrl_post.kernels.dispatch import multiply_as_float32
 from jaxrl_post.learner.model import versions
 from jaxrl_post.models import DecoderParams, ModelConfig
 from jaxrl_post.programs.build.engine import cache_dtype
@@ -120,6 +123,7 @@ class Load:
 def main(options: Options) -> dict[str, Any]:
     """Runs the benchmark and returns what it measured."""
     config, dtype = dense_model(options.shape), jnp.dtype(options.dtype)
+    multiply_as_float32(dtype)
     specs = models.param_specs(config)
     params = models.initialize(jax.random.key(0), specs, dtype)
     rows = [
@@ -207,6 +211,7 @@ def _run(engine: Engine, params: DecoderParams[Array], load: Load) -> dict[str, 
             waiting[request.prompt_id, index] = begin
     seen: list[float] = []
     decoded, sampled = engine.decoded_rows, 0
+    began: tuple[float, int] | None = None
     while engine.busy:
         engine.dispatch(params)
         done = engine.collect()
@@ -215,14 +220,22 @@ def _run(engine: Engine, params: DecoderParams[Array], load: Load) -> dict[str, 
         begun |= {(c.prompt_id, c.sample_index) for c in done}
         for sample in begun & waiting.keys():
             seen.append(now - waiting.pop(sample))
+        if not waiting and began is None:
+            began = now, engine.decoded_rows
         for completion in done:
             sampled += len(completion.tokens)
             if (following := load.then(completion)) is not None:
                 engine.submit(following)
                 waiting[following.prompt_id, 0] = now
-    rows = engine.decoded_rows - decoded
+    rows, end = engine.decoded_rows - decoded, time.perf_counter()
+    found, slots = {}, engine.sizes.num_slots
+    full = load.kind == "fixed" and load.prompts * SAMPLES % slots == 0
+    if full and began is not None and engine.decoded_rows > began[1]:
+        steps = (engine.decoded_rows - began[1]) / slots
+        found["step_seconds"] = (end - began[0]) / steps
     return {
-        "seconds": time.perf_counter() - begin,
+        **found,
+        "seconds": end - begin,
         "sampled": float(sampled),
         "prefilled": float(engine.prefilled_tokens - prefilled),
         "first_token_seconds": statistics.median(seen),

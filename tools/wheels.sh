@@ -4,7 +4,8 @@
 #     tools/wheels.sh DIRECTORY [PYTHON] [PLATFORM]
 #
 # For Python 3.12 on x86-64 Linux unless told otherwise. Such a machine has jax, flax,
-# optax, orbax-checkpoint, tokenizers, safetensors, jinja2 and rich.
+# optax, orbax-checkpoint, tokenizers, safetensors, jinja2, rich, cloudpickle and
+# narwhals. tests/benchmarks/test_accelerator.py looks for what this list lacks.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -1,0 +1,1 @@
+"""Measures an accelerator, in parts that fit the time of a call."""
