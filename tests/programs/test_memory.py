@@ -136,14 +136,14 @@ def _compare(config: RLConfig, told: dict) -> None:
         same(told["reference"], updater.reference.params)
         shared = told["reference"] is told["model"].base
         assert shared == (updater.reference.params is updater.model.base)
-    assert (told["critic"] is None) == (updater.critic is None)
-    if updater.critic is not None:
-        critic = updater.critic
-        base = critic.model.adaptation and critic.model.base
-        same(told["critic"], (critic.state, base))
+    assert list(told["companions"]) == [each.name for each in updater.companions]
+    for each in updater.companions:
+        base = each.model.adaptation and each.model.base
+        found = told["companions"][each.name]
+        same(found, (each.state, base))
         # The same arrays are shared, so that the table counts them once.
-        assert _shared(told["critic"], told["model"].base) == _shared(
-            (critic.state, base), updater.model.base
+        assert _shared(found, told["model"].base) == _shared(
+            (each.state, base), updater.model.base
         )
     judge = trainer.experience.judge
     assert (told["judge"] is None) == (judge is None)
