@@ -7,7 +7,7 @@ from jaxrl_post.config.rl import RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum
-from launch.recipes.demo import demo
+from launch.recipes.demo import demo, prime
 from launch.recipes.games import guess, nim, world
 from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
@@ -51,6 +51,7 @@ PROGRAM = cli.Program(
         "python": python,
         "jsonl": jsonl,
         "mixture": mixture,
+        "prime": prime,
         "reward_model": reward_model,
         "process_reward": process_reward,
         "sums": sums,
