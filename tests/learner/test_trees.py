@@ -190,7 +190,7 @@ CASES = {
     "gspo": Case(algorithms.gspo().objective),
     "ppo with a critic": Case(PPO.objective, "lm+value", credit=PPO.credit),
     "prime": Case(PRIME.objective, credit=PRIME.credit),
-    "implicit reward": Case(implicit_reward(beta=3.0)),
+    "implicit reward": Case(implicit_reward(beta=0.3)),
     "sft": Case(supervised.next_token),
     "dpo": Case(dpo(beta=0.3).objective, pairs=True),
     "kto": Case(kto(beta=0.3).objective, pairs=True),

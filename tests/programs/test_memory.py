@@ -14,6 +14,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.prm import PrmConfig
 from jaxrl_post.config.rl import RewardModelConfig, RLConfig
 from jaxrl_post.programs import offline, online, run
 from jaxrl_post.types import PyTree
@@ -31,6 +32,13 @@ RUNS = {
     },
     "critic_of_its_own": {
         "algorithm": AlgorithmConfig("ppo"), "rollout": {"weights": "int8"},
+    },
+    "implicit_reward_model": {
+        "algorithm": AlgorithmConfig("prime"), "dtype": "bfloat16",
+    },
+    "implicit_reward_model_over_one_base": {
+        "algorithm": AlgorithmConfig("prime"), "lora": RANK2,
+        "prm": PrmConfig(lora=RANK2),
     },
     "codes_under_an_adapter": {
         "lora": dataclasses.replace(RANK2, quantize="int8", dora=True),
