@@ -248,8 +248,8 @@ class Updater:
         """
         if self.prm is None:
             return pieces, {}
-        before, seen = self.config.prm.scores == "before", list[dict[str, float]]()
-        graded = self._graded(pieces) if before else pieces
+        before = self.config.prm.scores == "before"
+        graded, seen = self._graded(pieces) if before else pieces, []
         for index, piece in enumerate(pieces):
             where = f"step {number}, minibatch {index + 1}"
             seen.append(self.prm.update(_whole(piece), where=where))

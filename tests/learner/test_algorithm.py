@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ def test_the_scale_of_implicit_rewards_is_the_models_option():
             reference_logprobs=-ones,
             labels=ones,
         )
+        batch = jax.tree.map(jnp.asarray, batch)
         found = made.prm_objective(Predictions(jnp.zeros((1, 2))), batch)
         assert float(found.metrics["prm/answer_reward"].mean()) == pytest.approx(beta)
     with pytest.raises(ConfigError, match=r"an option of the command gives beta, too"):

@@ -14,8 +14,8 @@ from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.companion import check_companion, open_companion
 from jaxrl_post.learner.model import save_model
+from jaxrl_post.pretrained.presets import PRESETS
 from tests.learner.test_adapters import RANK4, batch_of, pointers, train, with_head
-from tests.models.vision.towers import QWEN3
 
 
 def graded():
@@ -111,11 +111,7 @@ def test_options_that_contradict_are_refused(policy, own, message):
 
 
 def test_a_policy_that_sees_is_refused():
-    model = with_head("lm")
-    size = model.config.hidden_size
-    vision = dataclasses.replace(QWEN3, out_hidden_size=size)
-    seeing = dataclasses.replace(model.config, vision=vision)
+    seeing = next(each for each in PRESETS.values() if each.vision is not None)
+    model = dataclasses.replace(with_head("lm"), config=seeing)
     with pytest.raises(ConfigError, match="--vision: an implicit reward model reads t"):
-        check_companion(
-            PrmConfig(), AdapterConfig(), dataclasses.replace(model, config=seeing)
-        )
+        check_companion(PrmConfig(), AdapterConfig(), model)

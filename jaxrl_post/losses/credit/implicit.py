@@ -94,7 +94,8 @@ def implicit_reward_loss(
     """
     mask = in_sequence(mask, segment_ids)
     rewards = implicit_rewards(prm_logprobs, reference_logprobs, mask, beta=beta)
-    return process_reward_loss(sequence_sum(rewards, mask, segment_ids), labels, mask)
+    logits = sequence_sum(rewards, mask, segment_ids)
+    return process_reward_loss(logits, labels, mask)
 
 
 @checked
