@@ -27,8 +27,8 @@ def _check(config: RLConfig) -> None:
 
 PROGRAM = cli.Program(
     name="launch.grpo",
-    description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
-    "RLOO. Without --model, --env, --data.path and --config it is the demo: from "
+    description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO "
+    "or PRIME. Without --model, --env, --data.path and --config it is the demo: from "
     "reward alone a small model learns to name the largest of three numbers."
     + DEFAULTS,
     default=beginning(

@@ -34,8 +34,7 @@ from jaxrl_post.config.offline import (
     SFTConfig,
 )
 from jaxrl_post.config.paths import check_paths, check_repository, naming
-from jaxrl_post.config.prm import PrmConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import (
     FleetConfig,

@@ -8,8 +8,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.fields import ANY, COUNT, FREE, NOT_NEGATIVE
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.prm import PrmConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rollout import FleetConfig, RolloutConfig, expected_samplers
 from jaxrl_post.config.run import RunConfig
 

@@ -127,7 +127,7 @@ class RolloutConfig:
             differ (DAPO); with turn credit, rewards of a turn that differ; with gdpo, a
             weighted part that differs. Further groups wait for the next step.
         group_reward_low: with dynamic sampling, keeps only the groups whose mean reward
-            is above this; with rewards of 0 and 1 it is the group's accuracy, of which
+            is above this. With rewards of 0 and 1 the mean is the group's accuracy, and
             PRIME keeps 0.2 to 0.8. None for no bound.
         group_reward_high: keeps only the groups whose mean reward is below this; None
             for no bound.

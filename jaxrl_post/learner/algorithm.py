@@ -32,7 +32,7 @@ from jaxrl_post.config.checks import (
 )
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.losses import advantages, kl, reduce
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.records.own import loaded, made

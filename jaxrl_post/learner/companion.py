@@ -15,7 +15,7 @@ from jaxrl_post.algorithms import Predictions
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.learner import Learner
 from jaxrl_post.learner.model import Model, check_beside
@@ -68,13 +68,13 @@ class Companion:
         return {
             name.replace("train/", f"{self.name}/"): value
             for name, value in found.items()
-            # Of what is trained with log-probs, the entropy is not the policy's.
+            # The entropy is its own, if it has one, and not the policy's.
             if not name.startswith("policy/")
         }
 
 
 class _Kind(NamedTuple):
-    """What tells one companion from another.
+    """The properties that tell one companion from another.
 
     Attributes:
         name: of the options' section.

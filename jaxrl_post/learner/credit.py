@@ -84,8 +84,8 @@ def outcome_labels(groups: Sequence[Group], solved_reward: float | None) -> np.n
             themselves are the labels.
 
     Returns:
-        float32 [groups, samples], in [0, 1]; with players, each of whom has rewards,
-        [groups, samples, turns]. 0 for failed episodes.
+        float32 [groups, samples], in [0, 1]; with players [groups, samples, turns],
+        since each player has rewards. 0 for failed episodes.
 
     Raises:
         ConfigError: a reward is no label.

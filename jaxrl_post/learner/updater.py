@@ -194,7 +194,7 @@ class Updater:
         """
         sequences, *_ = self.sequences(groups)
         pieces, _ = self._minibatches(sequences, number)
-        return pieces, self._credited(self._graded(self._scored(pieces)))[0]
+        return pieces, self._credited(self._graded(self._with_scores(pieces)))[0]
 
     @property
     def _needs_proximal(self) -> bool:
@@ -206,7 +206,7 @@ class Updater:
         several = update.minibatches * update.epochs > 1
         return anchored and (several or self.config.lora.dropout > 0)
 
-    def _scored(self, pieces: list[TokenBatch]) -> list[TokenBatch]:
+    def _with_scores(self, pieces: list[TokenBatch]) -> list[TokenBatch]:
         """Adds to minibatches the log-probs and values that are read later."""
         # Credit may take a fresh token's log-prob from the sampler, but an older one
         # comes from other parameters.
@@ -214,7 +214,7 @@ class Updater:
             piece.stale is not None and piece.stale.any() for piece in pieces
         )
         needs_proximal = self._needs_proximal or reads
-        return [self._with_scores(piece, needs_proximal) for piece in pieces]
+        return [self._scored(piece, needs_proximal) for piece in pieces]
 
     def _graded(self, pieces: list[TokenBatch]) -> list[TokenBatch]:
         """Adds the log-probs of the implicit reward model, if there is one."""
@@ -259,7 +259,7 @@ class Updater:
         """Takes the optimizer steps of minibatches; metrics are means over them."""
         update = self.config.update
         with self._phase("logprobs"):
-            pieces = self._scored(pieces)
+            pieces = self._with_scores(pieces)
         metrics = dict[str, float]()
         if self.prm is not None:
             with self._phase("prm"):
@@ -454,7 +454,7 @@ class Updater:
             ]
         return batches, metrics
 
-    def _with_scores(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
+    def _scored(self, batch: TokenBatch, needs_proximal: bool) -> TokenBatch:
         found: dict[str, Any] = {}
         values = None
         fresh = batch.stale is None or not batch.stale.any()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import (

@@ -13,8 +13,8 @@ from jaxrl_post.losses import advantages
 from jaxrl_post.types import TokenBatch, rows
 
 BETA, GAMMA, WEIGHT = 0.4, 0.9, 0.7
-# Of the six sequences of `conftest`; the fourth has no token that counts. The second
-# and the fifth are one answer, such as an agent's.
+# The six sequences of `conftest`. The fourth has no token that counts; the second and
+# the fifth are one answer, such as an agent's.
 ANSWERS = (1, 2, 3, 4, 2, 5)
 GROUPS = (1, 1, 1, 2, 1, 2)
 LABELS = (1.0, 0.0, 0.3, 1.0, 0.0, 1.0)

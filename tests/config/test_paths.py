@@ -22,7 +22,7 @@ from jaxrl_post.config.offline import (
     SFTConfig,
 )
 from jaxrl_post.config.paths import check_output, check_paths, naming
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 

@@ -21,8 +21,7 @@ from jaxrl_post.config.algorithm import (
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.prm import PrmConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.algorithm import make_algorithm, make_correction

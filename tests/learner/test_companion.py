@@ -9,7 +9,7 @@ import pytest
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.companion import check_companion, open_companion

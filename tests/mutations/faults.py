@@ -146,7 +146,7 @@ PACKING = [
     ),
     Fault(
         "a critic's values are those after the token",
-        "learner/updater.py::Updater._with_scores",
+        "learner/updater.py::Updater._scored",
         'found["values_before"] = np.take_along_axis(said, previous, axis=1)',
         'found["values_before"] = said',
         "programs/test_rl.py",

@@ -20,7 +20,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PreferenceConfig
 from jaxrl_post.config.plan import PlanConfig
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, RunConfig
 from jaxrl_post.data.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RewardModelConfig, RLConfig
 from jaxrl_post.programs import offline, online, run
 from jaxrl_post.types import PyTree

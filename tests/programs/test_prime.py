@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.config.errors import ConfigError
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.envs import WorkerPool
 from jaxrl_post.learner.credit import outcome_labels
@@ -133,7 +133,7 @@ def test_a_token_is_rewarded_by_the_models_log_ratio(coin, judges, scores):
         np.testing.assert_allclose(found[key], advantages, rtol=1e-4, atol=1e-4)
         largest = max(largest, float(np.ptp(advantages)))
     assert largest > 0.2, "all tokens of an answer have one advantage: nothing is shown"
-    # One pass over the batch, whatever the policy does.
+    # One pass over the batch, however many the policy takes.
     assert int(trainer.updater.prm.state.step) == 2
     values = np.concatenate([*found.values()])
     assert metrics["advantage/token_std"] == pytest.approx(values.std(), rel=1e-4)
@@ -162,7 +162,7 @@ def test_the_model_learns_the_outcomes_and_the_reference_stays(coin, judges):
     for _ in range(30):
         sequences, *_ = trainer.updater.sequences(groups)
         pieces, _ = trainer.updater._minibatches(sequences, 1)
-        _, found = trainer.updater._taught(trainer.updater._scored(pieces), 1)
+        _, found = trainer.updater._taught(trainer.updater._with_scores(pieces), 1)
         losses.append(found["prm/loss"])
     assert losses[-1] < 0.5 * losses[0]
     assert found["prm/accuracy"] > 0.9

@@ -22,8 +22,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import fields_of
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.prm import PrmConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, WarmStartConfig

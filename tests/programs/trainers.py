@@ -14,7 +14,7 @@ from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.offline import PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.prm import PrmConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig

@@ -154,7 +154,7 @@ def test_each_sequence_of_an_agent_is_marked_by_its_own_last_turn(cut):
 
 
 def test_each_player_has_an_outcome_and_a_group_of_its_own():
-    # What a wins, b loses; b's answers are compared with b's alone.
+    # The player b loses where a wins, and is compared with b alone.
     group = Group(1, (game(0, 1.0), game(1, -1.0)))
     labels = outcome_labels([group], 1.0)
     np.testing.assert_array_equal(labels, [[[1, 1, 0], [0, 0, 1]]])

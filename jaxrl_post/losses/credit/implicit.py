@@ -148,7 +148,7 @@ def leave_one_out_returns(
 
     tokens = total(mask.astype(jnp.float32), ids)
     means = total(rewards, ids) / jnp.maximum(tokens, 1.0)
-    # Of each answer its group, and of it the other answers.
+    # Each answer's group, and the number of other answers in it.
     marked = jnp.where(mask, group_ids, 0).reshape(-1)
     group = jnp.maximum(jax.ops.segment_max(marked, ids, num_segments=count), 0)
     others = total((tokens > 0).astype(jnp.float32), group)[group] - 1.0
