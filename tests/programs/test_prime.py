@@ -111,6 +111,35 @@ def trained(groups: list[Group], batches) -> dict[tuple, np.ndarray]:
     return found
 
 
+@pytest.fixture(scope="module")
+def relays(coin) -> Iterator[WorkerPool]:
+    with WorkerPool(coin.Relay()) as pool:
+        yield pool
+
+
+def test_what_the_environment_says_between_turns_has_no_reward(coin, relays):
+    """Advantages of episodes of several turns, from the sampled tokens alone."""
+    config = prime(rollout={"max_turns": 3}, solved_reward=2.0)
+    trainer = make_trainer(coin.Relay(), relays, config)
+    with_other_prm(trainer)
+    seen = trainer.updater.learner.seen
+    seen.clear()
+    before = jax.tree.map(np.array, trainer.updater.prm.state.params)
+    metrics, groups = trainer.step(1)
+    episodes = [e for group in groups for e in group.episodes]
+    assert max(len(e.turns) for e in episodes) > 1
+    expected = by_hand(trainer, groups, before)
+    found = trained(groups, [batch for _, batch in seen])
+    assert found.keys() == expected.keys()
+    for key, advantages in expected.items():
+        np.testing.assert_allclose(found[key], advantages, rtol=1e-4, atol=1e-4)
+    right = [e.reward >= 2 for e in episodes]
+    assert 0 < np.mean(right) < 1
+    labels = outcome_labels(groups, 2.0)
+    np.testing.assert_array_equal(labels.reshape(-1), right)
+    assert metrics["audit/unsampled"] == metrics["audit/untrained"] == 0
+
+
 @pytest.mark.parametrize("scores", ["before", "after"])
 def test_a_token_is_rewarded_by_the_models_log_ratio(coin, judges, scores):
     config = prime(scores=scores, update={"minibatches": 2})
