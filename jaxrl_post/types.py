@@ -174,10 +174,17 @@ class TokenBatch:
         labels: float32 [rows, length] or None: what an example says of its answer at
             each of its tokens: 1 for desirable or chosen, -1 for undesirable (KTO) or
             rejected; or of a step at its judged token, from 0 for wrong to 1 for right
-            (process rewards).
+            (process rewards); or its outcome, from 0 for wrong to 1 for right (implicit
+            process rewards).
         margins: float32 [rows, length] or None: how far the reward of a chosen answer
             should be above the reward of the rejected one, at the chosen answer's
             tokens.
+        prm_logprobs: float32 [rows, length] or None, under the implicit reward model.
+        answers: int32 [rows, length] or None: number of the token's answer in the
+            step, from 1; 0 for tokens of none. An answer is an episode, or a player's
+            part in one.
+        groups: int32 [rows, length] or None: number of the token's group in the step,
+            from 1; 0 for tokens of none.
         pictures: of the tokens with negative numbers, or None: `PackedPictures` on the
             host; on devices `models.vision.RowPictures`, and those tokens then have the
             model's id of image tokens.
@@ -208,6 +215,9 @@ class TokenBatch:
     reference_point: Float[HostOrDevice, "rows length"] | None = None
     labels: Float[HostOrDevice, "rows length"] | None = None
     margins: Float[HostOrDevice, "rows length"] | None = None
+    prm_logprobs: Float[HostOrDevice, "rows length"] | None = None
+    answers: Int[HostOrDevice, "rows length"] | None = None
+    groups: Int[HostOrDevice, "rows length"] | None = None
     kept: Int[HostOrDevice, "rows length most"] | None = None
     pictures: Any = None
     experts: Int[HostOrDevice, "rows length layers chosen"] | None = None

@@ -26,6 +26,9 @@ from launch.several import several, status_of
 
 __all__ = ["Program", "Stop", "call", "given", "help_asked", "main", "read_options"]
 
+# Sections of models that are trained next to the policy; each has an optimizer.
+COMPANIONS = ("critic", "prm")
+
 
 class Stop:
     """Handles SIGTERM and Ctrl-C: the program finishes its step, saves and ends.
@@ -312,10 +315,10 @@ def _with_given_warmups[Config](
         ValueError: both were given on the command line.
     """
     changes = {}
-    if hasattr(config, "critic"):
-        inner: Any = operator.attrgetter("critic")(config)
-        values = file.get("critic", {})
-        changes["critic"] = _with_given_warmups(inner, arguments, values, "critic.")
+    for name in COMPANIONS if hasattr(config, "critic") else ():
+        inner: Any = operator.attrgetter(name)(config)
+        values = file.get(name, {})
+        changes[name] = _with_given_warmups(inner, arguments, values, f"{name}.")
     both = {"warmup_steps", "warmup_ratio"}
     options = {
         name: f"--{section}optimizer.{name.replace('_', '-')}" for name in sorted(both)
@@ -377,7 +380,7 @@ def _check_rates(
         return
     options = ["--optimizer.learning-rate"]
     if hasattr(config, "critic"):
-        options.append("--critic.optimizer.learning-rate")
+        options += [f"--{name}.optimizer.learning-rate" for name in COMPANIONS]
     for option in options:
         path = option.removeprefix("--").replace("-", "_")
         rate, other = (operator.attrgetter(path)(each) for each in (config, usual))

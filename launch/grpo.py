@@ -7,7 +7,7 @@ from jaxrl_post.config.rl import RLConfig
 from launch import cli
 from launch.recipes.beginnings import Rates
 from launch.recipes.chain_sum import chain_sum
-from launch.recipes.demo import demo
+from launch.recipes.demo import demo, prime
 from launch.recipes.games import guess, nim, world
 from launch.recipes.instructions import instructions
 from launch.recipes.lookup import lookup
@@ -27,8 +27,8 @@ def _check(config: RLConfig) -> None:
 
 PROGRAM = cli.Program(
     name="launch.grpo",
-    description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO or "
-    "RLOO. Without --model, --env, --data.path and --config it is the demo: from "
+    description="Trains a language model by GRPO, Dr. GRPO, DAPO, GSPO, CISPO, RLOO "
+    "or PRIME. Without --model, --env, --data.path and --config it is the demo: from "
     "reward alone a small model learns to name the largest of three numbers."
     + DEFAULTS,
     default=beginning(
@@ -51,6 +51,7 @@ PROGRAM = cli.Program(
         "python": python,
         "jsonl": jsonl,
         "mixture": mixture,
+        "prime": prime,
         "reward_model": reward_model,
         "process_reward": process_reward,
         "sums": sums,

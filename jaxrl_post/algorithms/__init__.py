@@ -57,6 +57,7 @@ from jaxrl_post.algorithms.sequence_weights import (
 from jaxrl_post.algorithms.token_credit import (
     distillation,
     ppo,
+    prime,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     shared_backbone,
@@ -96,6 +97,7 @@ __all__ = [
     "pairs",
     "ppo",
     "preference",
+    "prime",
     "reference_free",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",

@@ -431,6 +431,10 @@ def raise_early(algorithm: Algorithm) -> None:
             values_before=zeros,
             truncated=ids > 0,
             bootstrap=zeros,
+            labels=zeros,
+            prm_logprobs=zeros,
+            answers=ids,
+            groups=ids,
         )
         predictions = Predictions(
             logprobs=zeros,
@@ -442,8 +446,9 @@ def raise_early(algorithm: Algorithm) -> None:
         if algorithm.credit is not None:
             batch = algorithm.credit(batch)
         algorithm.objective(predictions, batch)
-        if algorithm.value_objective is not None:
-            algorithm.value_objective(predictions, batch)
+        for objective in (algorithm.value_objective, algorithm.prm_objective):
+            if objective is not None:
+                objective(predictions, batch)
 
     jax.eval_shape(one_token)
 

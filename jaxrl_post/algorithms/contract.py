@@ -33,9 +33,9 @@ def broken(algorithm: Any) -> str | None:
 
     - `advantages` returns float32 [groups, samples], finite, and 0 for invalid samples.
     - `credit`, if any, returns the batch with finite advantages [rows, length].
-    - `objective` and `value_objective` return an `Objective` of scalar metrics. What
-      stands where the mask is False, even NaN, changes neither the loss nor the
-      gradient; a gradient reaches the predictions where the mask is True.
+    - `objective`, `value_objective` and `prm_objective` return an `Objective` of scalar
+      metrics. What stands where the mask is False, even NaN, changes neither the loss
+      nor the gradient; a gradient reaches the predictions where the mask is True.
 
     Args:
         algorithm: what is said to be an algorithm.
@@ -142,12 +142,13 @@ def _of_objectives(algorithm: Algorithm) -> str | None:
     functions = {
         "objective": algorithm.objective,
         "value_objective": algorithm.value_objective,
+        "prm_objective": algorithm.prm_objective,
     }
     for name, function in functions.items():
         if function is None:
             continue
         field = "values_after" if name == "value_objective" else "logprobs"
-        if algorithm.divergence is not None:
+        if algorithm.divergence is not None and name == "objective":
             field = "divergence"
         for one_update in (False, True):
             given = functools.partial(_given, algorithm, one_update=one_update)
@@ -342,6 +343,12 @@ def _batch(
     # The two samples of a prompt: one was better than the other.
     better = jnp.where(jnp.arange(2)[:, None] == 0, 1.0, -0.5)
     critic = algorithm.value_objective is not None
+    answers = jnp.broadcast_to(jnp.array([[1], [2]], jnp.int32), MASK.shape)
+    graded: dict[str, jax.Array] = {}
+    if algorithm.prm_objective is not None:
+        graded["prm_logprobs"] = tokens(7)
+        graded["labels"] = (answers == 1).astype(jnp.float32)
+        graded |= {"answers": answers, "groups": jnp.ones_like(answers)}
     return TokenBatch(
         tokens=jnp.ones(MASK.shape, jnp.int32),
         positions=jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), MASK.shape),
@@ -355,6 +362,7 @@ def _batch(
         values_before=tokens(3) if critic else None,
         truncated=jnp.zeros(MASK.shape, jnp.bool_) if critic else None,
         bootstrap=jnp.zeros(MASK.shape, jnp.float32) if critic else None,
+        **graded,
     )
 
 

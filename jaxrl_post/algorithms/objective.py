@@ -95,6 +95,11 @@ class Algorithm(NamedTuple):
             every token has its sequence's advantage.
         value_objective: (predictions, batch) to the critic's `Objective`; None for an
             algorithm without a critic.
+        prm_objective: (predictions, batch) to the `Objective` of an implicit reward
+            model, a language model that learns from `batch.labels`, the answers'
+            outcomes, in each step before the policy does. `credit` then reads
+            `batch.prm_logprobs`, `batch.answers` and `batch.groups`. None for an
+            algorithm without one.
         divergence: (teacher_logits [*shape, vocab], student_logits [*shape, vocab],
             mask [*shape]) to `Predictions.divergence` [*shape]; None for an algorithm
             that compares no whole distributions.
@@ -126,6 +131,7 @@ class Algorithm(NamedTuple):
     needs_reference: bool
     credit: Callable[[TokenBatch], TokenBatch] | None = None
     value_objective: Callable[[Predictions, TokenBatch], Objective] | None = None
+    prm_objective: Callable[[Predictions, TokenBatch], Objective] | None = None
     divergence: Divergence | None = None
     reads: Literal["rewards", "components", "lengths", "greedy"] = "rewards"
     credit_reads_logprobs: bool = False

@@ -1,4 +1,4 @@
-"""Objectives of reward models: of answers, from pairs, and of steps, from labels.
+"""Objectives of reward models: of answers, from pairs or outcomes, and of steps.
 
 `pairs` says how a batch of pairs is packed.
 """
@@ -8,15 +8,25 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.algorithms.objective import Objective, Predictions
-from jaxrl_post.algorithms.pairs import pair_metrics, sides, valid_pairs
-from jaxrl_post.losses import returns, reward_model
+from jaxrl_post.algorithms.objective import Objective, Predictions, require_logprobs
+from jaxrl_post.algorithms.pairs import (
+    pair_metrics,
+    require_reference,
+    sides,
+    valid_pairs,
+)
+from jaxrl_post.losses import implicit, returns, reward_model
 from jaxrl_post.losses.arguments import checked
-from jaxrl_post.losses.sequences import counted, in_sequence, segment_totals
+from jaxrl_post.losses.sequences import (
+    counted,
+    in_sequence,
+    segment_totals,
+    sequence_sum,
+)
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
 
-__all__ = ["bradley_terry", "process_reward"]
+__all__ = ["bradley_terry", "implicit_reward", "process_reward"]
 
 
 def bradley_terry(
@@ -47,8 +57,7 @@ def bradley_terry(
     def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
         values = _require_values(predictions)
         mask = in_sequence(batch.loss_mask, batch.ends)
-        ones = jnp.ones(values.shape, jnp.float32)
-        last = returns.at_last_token(ones, mask, batch.ends) > 0
+        last = _last(mask, batch)
         chosen, rejected = sides(counted(values, last), batch)
         margin = jnp.zeros_like(chosen)
         if batch.margins is not None:
@@ -97,6 +106,61 @@ def process_reward() -> Callable[[Predictions, TokenBatch], Objective]:
     return objective
 
 
+def implicit_reward(*, beta: float) -> Callable[[Predictions, TokenBatch], Objective]:
+    """Implicit reward model: the log-ratio of an answer is the logit of "right".
+
+    `batch.labels` holds an answer's outcome, in [0, 1], at each of its tokens. A
+    sequence is an answer.
+
+    Metrics are means over answers: prm/accuracy, of those whose reward is above 0
+    exactly if the label is at least 1/2; and prm/answer_reward, of the rewards.
+
+    Args:
+        beta: > 0, scale of the rewards.
+
+    Returns:
+        The objective; its count is the number of answers.
+
+    Raises:
+        ValueError: where it is called, if `beta` is not positive or something that the
+            batch must have is missing.
+
+    References:
+        Cui et al., Process Reinforcement through Implicit Rewards, arXiv:2502.01456.
+
+    >>> callable(implicit_reward(beta=0.05))
+    True
+    """
+
+    @checked
+    def objective(predictions: Predictions, batch: TokenBatch) -> Objective:
+        said, labels = require_logprobs(predictions), _require_labels(batch)
+        reference = require_reference(batch)
+        mask = in_sequence(batch.loss_mask, batch.ends)
+        last = _last(mask, batch)
+        losses = implicit.implicit_reward_loss(
+            said, reference, labels, mask, batch.ends, beta=beta
+        )
+        rewards = implicit.implicit_rewards(said, reference, mask, beta=beta)
+        rewards = jax.lax.stop_gradient(sequence_sum(rewards, mask, batch.ends))
+        agreed = ((rewards > 0) == (labels >= 0.5)).astype(jnp.float32)
+        metrics = {
+            "prm/accuracy": masked(agreed, last),
+            "prm/answer_reward": masked(rewards, last),
+        }
+        return Objective(masked(losses, last), metrics)
+
+    return objective
+
+
+def _last(
+    mask: Bool[Array, "rows length"], batch: TokenBatch
+) -> Bool[Array, "rows length"]:
+    """True at the last counted token of each sequence."""
+    ones = jnp.ones(mask.shape, jnp.float32)
+    return returns.at_last_token(ones, mask, batch.ends) > 0
+
+
 def _require_values(predictions: Predictions) -> Float[Array, "rows length"]:
     if predictions.values_after is None:
         raise ValueError(
@@ -110,7 +174,7 @@ def _require_labels(batch: TokenBatch) -> Float[Array, "rows length"]:
     if batch.labels is None:
         raise ValueError(
             "batch.labels must be given, got None; they hold 1 at the last token of a "
-            "right step and 0 at the last token of a wrong one"
+            "right step, or at the tokens of a right answer, and 0 at a wrong one's"
         )
     return batch.labels
 

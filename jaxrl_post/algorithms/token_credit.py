@@ -10,9 +10,10 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxrl_post.algorithms import terms
+from jaxrl_post.algorithms import reward_model, terms
 from jaxrl_post.algorithms.composition import (
     RewardOptions,
+    SharedOptions,
     compose,
     only_shared,
     raise_early,
@@ -26,8 +27,10 @@ from jaxrl_post.algorithms.objective import (
     Objective,
     Predictions,
 )
+from jaxrl_post.algorithms.pairs import require_reference
 from jaxrl_post.losses import (
     advantages,
+    implicit,
     kl,
     reduce,
     returns,
@@ -43,6 +46,7 @@ from jaxrl_post.types import Array, Bool, Float, TokenBatch
 __all__ = [
     "distillation",
     "ppo",
+    "prime",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "shared_backbone",
@@ -253,7 +257,7 @@ def distillation(
         mask = in_sequence(batch.loss_mask, batch.ends)
         # `distill.on_policy_advantages`, clamped to +-20 nats: one token that the
         # teacher never writes must not dominate the batch.
-        penalty = kl.k1(_start(batch), _require_reference(batch), mask)
+        penalty = kl.k1(_start(batch), require_reference(batch), mask)
         return batch.replace(advantages=-penalty)  # type: ignore[attr-defined]
 
     composed = compose(
@@ -266,6 +270,90 @@ def distillation(
         compares_samples=False, turn_credit="outcome", has_teacher=True
     )
     return _credited(composed, credit, kl_coefficient=1.0)
+
+
+def prime(
+    *,
+    beta: float = 0.05,
+    gamma: float = 1.0,
+    process_weight: float = 1.0,
+    bounded: bool = False,
+    whiten: bool = False,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    **shared: Unpack[SharedOptions],
+) -> Algorithm:
+    """Process Reinforcement through Implicit Rewards: RLOO with a reward a token.
+
+    A_t = r_i - mean_{j != i}(r_j) + process_weight P_t
+
+    P_t are the returns of the implicit process rewards, less the other answers' mean
+    (`implicit.leave_one_out_returns`). The model that gives them learns from the
+    outcomes of each batch, by cross-entropy. Tokens that the policy did not sample,
+    such as a tool's, have no process reward.
+
+    The code of the authors and verl differ from the paper's equations, which are the
+    default here. Both have `bounded` and `whiten`. Both subtract K / (K - 1) times the
+    mean of all K answers from K / (K - 1) times a token's reward: for rewards of tokens
+    this adds (r_t - mean of the own answer) / (K - 1). verl scores after the update and
+    gives an answer's last token no process reward.
+
+    Args:
+        beta: > 0, scale of the process rewards.
+        gamma: in [0, 1], discount of the process rewards per token.
+        process_weight: >= 0, of the process rewards next to the outcome's; the authors'
+            code has 5.
+        bounded: whether process rewards are divided by the batch's largest return
+            (`implicit.bounded_by_return`).
+        whiten: whether advantages get mean 0 and variance 1 over the batch's tokens.
+
+    References:
+        Cui et al., Process Reinforcement through Implicit Rewards, arXiv:2502.01456.
+        Their code: https://github.com/PRIME-RL/PRIME; verl's recipe:
+        https://github.com/verl-project/verl-recipe.
+
+    >>> prime().needs_reference, prime().prm_objective is not None
+    (True, True)
+    """
+    if process_weight < 0:
+        raise ValueError(f"process_weight must be >= 0, got {process_weight}")
+
+    @checked
+    def credit(batch: TokenBatch) -> TokenBatch:
+        mask = in_sequence(batch.loss_mask, batch.ends)
+        said, answers, groups = _require_graded(batch)
+        reference = require_reference(batch)
+        rewards = implicit.implicit_rewards(said, reference, mask, beta=beta)
+        if bounded:
+            rewards = implicit.bounded_by_return(rewards, mask, batch.ends)
+        process = implicit.leave_one_out_returns(
+            rewards, mask, batch.ends, answers, groups, gamma=gamma
+        )
+        raw = counted(batch.advantages, mask) + process_weight * process
+        per_token = whitening.whitened(raw, mask) if whiten else raw
+        return batch.replace(  # type: ignore[attr-defined]
+            advantages=per_token,
+            token_rewards=rewards,
+            raw_advantages=raw if whiten else None,
+        )
+
+    composed = compose(
+        advantages=advantages.leave_one_out,
+        policy_loss=terms.clipped_token_ratio(
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+        ),
+        reduction=reduce.token_mean,
+        **only_shared(prime, shared),
+    )
+    made = composed._replace(
+        needs_reference=True,
+        credit=credit,
+        prm_objective=reward_model.implicit_reward(beta=beta),
+        turn_credit="outcome",
+    )
+    raise_early(made)
+    return made
 
 
 def shared_backbone(algorithm: Algorithm, *, coefficient: float) -> Algorithm:
@@ -338,19 +426,10 @@ def _token_rewards(
         rewards = counted(batch.token_rewards, mask)
     if not kl_coefficient:
         return rewards
-    penalty = kl_estimator(_start(batch), _require_reference(batch), mask)
+    penalty = kl_estimator(_start(batch), require_reference(batch), mask)
     return shaping.kl_shaped_rewards(
         rewards, penalty, mask, kl_coefficient=kl_coefficient
     )
-
-
-def _require_reference(batch: TokenBatch) -> Float[Array, "rows length"]:
-    if batch.reference_logprobs is None:
-        raise ValueError(
-            "batch.reference_logprobs must be given, got None; score the batch with "
-            "the reference policy"
-        )
-    return batch.reference_logprobs
 
 
 def _after_truncation(batch: TokenBatch) -> Float[Array, "rows length"]:
@@ -398,6 +477,16 @@ def _value_objective(clip: float | None):
         return Objective(loss, _still(metrics))
 
     return value_objective
+
+
+def _require_graded(batch: TokenBatch) -> tuple[Array, Array, Array]:
+    """Log-probs of the implicit reward model, and the numbers of answers and groups."""
+    if batch.prm_logprobs is None or batch.answers is None or batch.groups is None:
+        raise ValueError(
+            "batch.prm_logprobs, batch.answers and batch.groups must be given, got "
+            "None; score the batch with the implicit reward model"
+        )
+    return batch.prm_logprobs, batch.answers, batch.groups
 
 
 def _still(tree):

@@ -18,7 +18,7 @@ __all__ = [
 ALGORITHMS = (
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gmpo", "sapo", "max_rl",
     "dppo", "gdpo", "opo", "remax", "clipped_rloo", "luspo", "lite_ppo", "vespo", "ppo",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "distillation",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime", "distillation",
 )  # fmt: skip
 
 CorrectionName = Literal[
@@ -91,7 +91,7 @@ class AlgorithmConfig:
     Attributes:
         name: grpo, dr_grpo, dapo, gspo, cispo, rloo, gmpo, sapo, max_rl, dppo, gdpo,
             opo, remax, clipped_rloo, luspo, lite_ppo, vespo, ppo, reinforce_plus_plus,
-            reinforce_plus_plus_baseline or distillation, functions of
+            reinforce_plus_plus_baseline, prime or distillation, functions of
             `jaxrl_post.algorithms`; or <module>:<function> of one that returns an
             Algorithm. Further parameters of the function follow a question mark:
             grpo?dual_clip=3, dppo?threshold=0.15.

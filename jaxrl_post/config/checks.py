@@ -34,7 +34,7 @@ from jaxrl_post.config.offline import (
     SFTConfig,
 )
 from jaxrl_post.config.paths import check_paths, check_repository, naming
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import (
     FleetConfig,
@@ -156,7 +156,10 @@ def with_steps[Config: RunConfig](config: Config, size: int, per_step: int) -> C
 
 
 def check_algorithm(
-    config: AlgorithmConfig, critic: CriticConfig, distill: DistillConfig
+    config: AlgorithmConfig,
+    critic: CriticConfig,
+    distill: DistillConfig,
+    prm: PrmConfig,
 ) -> None:
     """Refuses options of an algorithm that have no effect or contradict others.
 
@@ -169,6 +172,7 @@ def check_algorithm(
     check_name(config.name, "--algorithm.name", "algorithm", ALGORITHMS)
     reward_weights(config)
     _check_critic(critic)
+    _check_new("prm", prm.lora)
     _check_distillation(config, distill)
     check_correction(config.correction)
 
@@ -416,7 +420,7 @@ def _check_rl(config: RLConfig) -> None:
     _check_log_rollouts(config)
     if config.exact:
         _check_exact(config)
-    check_algorithm(config.algorithm, config.critic, config.distill)
+    check_algorithm(config.algorithm, config.critic, config.distill, config.prm)
     _check_reference(config.algorithm, "--algorithm.reference", config)
     _check_mesh(config.rollout.mesh, "--rollout.", trains=False)
     _check_mesh(config.reward.mesh, "--reward.")
@@ -474,7 +478,10 @@ def _check_idle(config: RLConfig) -> None:
     algorithm, rollout, defaults = config.algorithm, config.rollout, RolloutConfig()
     needs = {
         "overlong_penalty": (rollout.overlong_buffer, "--rollout.overlong-buffer"),
-        "max_draws": (rollout.dynamic_sampling, "--rollout.dynamic-sampling"),
+        **dict.fromkeys(
+            ("max_draws", "group_reward_low", "group_reward_high"),
+            (rollout.dynamic_sampling, "--rollout.dynamic-sampling"),
+        ),
         "guess_rows": (rollout.guesses, "--rollout.guesses"),
         "reward_grace_s": (rollout.partial, "--rollout.partial"),
         "max_result_tokens": (
@@ -567,6 +574,12 @@ def _check_rollout(config: RLConfig) -> None:
         raise ConfigError(
             "--critic.bootstrap-truncated: --rollout.truncated mask leaves the answers "
             "out that were cut; drop one of the two"
+        )
+    low, high = rollout.group_reward_low, rollout.group_reward_high
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            "--rollout.group-reward-low: must be below --rollout.group-reward-high, "
+            f"{high:g}, or no group is kept; got {low:g}"
         )
     if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
         raise ConfigError(
@@ -707,13 +720,18 @@ def _check_ahead(config: RLConfig) -> None:
         )
 
 
+def _check_new(section: str, lora: AdapterConfig) -> None:
+    """Refuses the adapter to continue of a model that is trained next to the policy."""
+    if lora.path is not None:
+        raise ConfigError(
+            f"--{section}.lora.path: its adapter is always new; give the adapter as "
+            f"--{section}.model, which merges it, and --{section}.lora.rank"
+        )
+
+
 def _check_critic(critic: CriticConfig) -> None:
     """Refuses options of a critic that have no effect."""
-    if critic.lora.path is not None:
-        raise ConfigError(
-            "--critic.lora.path: a critic's adapter is always new; give the adapter as "
-            "--critic.model, which merges it, and --critic.lora.rank"
-        )
+    _check_new("critic", critic.lora)
     if critic.backbone != "shared" and critic.coefficient != CriticConfig.coefficient:
         raise ConfigError(
             "--critic.coefficient: weighs the loss of a critic on the policy's "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from jaxrl_post.config.errors import ConfigError
@@ -9,9 +10,18 @@ from jaxrl_post.config.optimizer import OptimizerConfig, check_optimizer
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import RunConfig
 
-__all__ = ["check_schedules", "optimizer_steps", "with_horizons", "with_warmups"]
+__all__ = [
+    "CRITIC",
+    "POLICY",
+    "PRM",
+    "check_schedules",
+    "optimizer_steps",
+    "with_horizons",
+    "with_warmups",
+]
 
-POLICY, CRITIC = "optimizer", "critic.optimizer"
+# The options that hold the optimizer of the policy, and of what is trained next to it.
+POLICY, CRITIC, PRM = "optimizer", "critic.optimizer", "prm.optimizer"
 
 
 def check_schedules(config: RunConfig) -> None:
@@ -132,24 +142,24 @@ def _warmed(config: RunConfig) -> dict[str, OptimizerConfig]:
     return found
 
 
-def optimizer_steps(config: RunConfig) -> tuple[int, int]:
-    """Number of optimizer steps in the schedules of the policy and of the critic.
+def optimizer_steps(config: RunConfig) -> dict[str, int]:
+    """Number of optimizer steps in each schedule, by the option of the optimizer.
 
-    The policy takes none while a critic warms up.
+    The policy takes none while a critic warms up. An implicit reward model takes one
+    pass over a batch.
 
     >>> from jaxrl_post.config.critic import CriticConfig
     >>> from jaxrl_post.config.run import UpdateConfig
     >>> critic = CriticConfig(warmup_steps=20)
     >>> update = UpdateConfig(minibatches=4)
     >>> optimizer_steps(RLConfig(steps=100, critic=critic, update=update))
-    (320, 400)
+    {'optimizer': 320, 'critic.optimizer': 400, 'prm.optimizer': 400}
     """
     ends = {
         name: optimizer.schedule_steps or config.steps
         for name, optimizer in _optimizers(config).items()
     }
-    found = _updates(config, ends)
-    return found[POLICY], found.get(CRITIC, 0)
+    return _updates(config, ends)
 
 
 def _lengths(config: RunConfig) -> dict[str, int]:
@@ -159,10 +169,12 @@ def _lengths(config: RunConfig) -> dict[str, int]:
 
 def _updates(config: RunConfig, steps: Mapping[str, int]) -> dict[str, int]:
     """Number of optimizer steps that each optimizer takes in steps of the run."""
-    each = config.update.minibatches * config.update.epochs
+    update = config.update
     alone = config.critic.warmup_steps if isinstance(config, RLConfig) else 0
     return {
-        name: (count - alone if name == POLICY else count) * each
+        name: (count - alone if name == POLICY else count)
+        * update.minibatches
+        * (1 if name == PRM else update.epochs)
         for name, count in steps.items()
     }
 
@@ -171,7 +183,7 @@ def _optimizers(config: RunConfig) -> dict[str, OptimizerConfig]:
     """The optimizers of a run, by the option that holds them."""
     found = {POLICY: config.optimizer}
     if isinstance(config, RLConfig):
-        found[CRITIC] = config.critic.optimizer
+        found |= {name: attrgetter(name)(config) for name in (CRITIC, PRM)}
     return found
 
 
@@ -179,10 +191,13 @@ def _with_optimizers[Config: RunConfig](
     config: Config, found: Mapping[str, OptimizerConfig]
 ) -> Config:
     """Replaces optimizers of a run, by the option that holds them."""
-    if POLICY in found:
-        config = replace(config, optimizer=found[POLICY])
-    if CRITIC in found and isinstance(config, RLConfig):
-        config = replace(config, critic=replace(config.critic, optimizer=found[CRITIC]))
+    for name, optimizer in found.items():
+        section = name.rpartition(".")[0]
+        if section:
+            changed = replace(getattr(config, section), optimizer=optimizer)
+            config = replace(config, **{section: changed})
+        else:
+            config = replace(config, optimizer=optimizer)
     return config
 
 

@@ -34,6 +34,7 @@ MODELS = (
     "base",
     "algorithm.reference",
     "critic.model",
+    "prm.model",
     "loss.reference",
     "reward.model",
     "rollout.draft",

@@ -8,7 +8,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.data import DataConfig
 from jaxrl_post.config.fields import ANY, COUNT, FREE, NOT_NEGATIVE
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rollout import FleetConfig, RolloutConfig, expected_samplers
 from jaxrl_post.config.run import RunConfig
 
@@ -59,6 +59,7 @@ class RLConfig(RunConfig):
             folder rollouts: parquet, one file a step; None to write none.
         algorithm: what is optimised, and its hyperparameters.
         critic: value model of ppo.
+        prm: implicit reward model of prime.
         distill: how distillation compares student and teacher.
         reward: reward model that judges in addition to the environment.
         rollout: how samples are drawn and judged.
@@ -89,6 +90,7 @@ class RLConfig(RunConfig):
     )
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    prm: PrmConfig = field(default_factory=PrmConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     reward: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import (
+    ANY,
     COUNT,
     FREE,
     NOT_NEGATIVE,
@@ -125,6 +126,11 @@ class RolloutConfig:
         dynamic_sampling: draw prompts until `prompts_per_step` groups have rewards that
             differ (DAPO); with turn credit, rewards of a turn that differ; with gdpo, a
             weighted part that differs. Further groups wait for the next step.
+        group_reward_low: with dynamic sampling, keeps only the groups whose mean reward
+            is above this. With rewards of 0 and 1 the mean is the group's accuracy, and
+            PRIME keeps 0.2 to 0.8. None for no bound.
+        group_reward_high: keeps only the groups whose mean reward is below this; None
+            for no bound.
         truncated: reward of an answer that was cut at `max_tokens`, in training and in
             evaluations. reward: the environment's reward; zero: at most 0; mask: the
             environment's, but the answer is not trained on; it still counts in its
@@ -184,6 +190,8 @@ class RolloutConfig:
     draft: str | None = None
     mtp: bool = False
     dynamic_sampling: bool = False
+    group_reward_low: Annotated[float | None, ANY] = None
+    group_reward_high: Annotated[float | None, ANY] = None
     truncated: Literal["reward", "zero", "mask"] = "reward"
     overlong_buffer: Annotated[int, NOT_NEGATIVE] = 0
     overlong_penalty: Annotated[float, NOT_NEGATIVE] = 1.0

@@ -32,6 +32,7 @@ from jaxrl_post.config.checks import (
 )
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.losses import advantages, kl, reduce
 from jaxrl_post.losses import distill as divergences
 from jaxrl_post.records.own import loaded, made
@@ -43,6 +44,7 @@ ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_plus": kl.k3_plus}
 OPTION = "--algorithm.name"
 NO_CRITIC = CriticConfig()
 NO_TEACHER = DistillConfig()
+NO_PRM = PrmConfig()
 
 
 def make_algorithm(
@@ -50,6 +52,7 @@ def make_algorithm(
     max_tokens: int,
     critic: CriticConfig = NO_CRITIC,
     distill: DistillConfig = NO_TEACHER,
+    prm: PrmConfig = NO_PRM,
 ) -> Algorithm:
     """Builds the algorithm that a configuration names.
 
@@ -64,14 +67,16 @@ def make_algorithm(
         max_tokens: generation budget, in tokens.
         critic: the critic's options, for an algorithm with a critic.
         distill: the options of distillation.
+        prm: the options of an implicit reward model, for an algorithm with one.
 
     Raises:
         ConfigError: there is no such function, it raises, or it returns something
             else; what it returns breaks the contract (`algorithms.contract`); an option
             is unused by the algorithm, out of its range, or missing.
     """
-    check_algorithm(config, critic, distill)
-    found = _scaled(_built(config, max_tokens, critic, distill), config)
+    check_algorithm(config, critic, distill, prm)
+    built = _built(config, max_tokens, distill, _of_sections(critic, prm))
+    found = _scaled(built, config)
     name = config.name.partition("?")[0]
     if found.has_teacher and config.reference is None:
         raise ConfigError(
@@ -84,6 +89,11 @@ def make_algorithm(
         )
     if critic != NO_CRITIC and found.value_objective is None:
         raise ConfigError(f"--critic.*: {name} has no critic; drop the options")
+    if prm != NO_PRM and found.prm_objective is None:
+        raise ConfigError(
+            f"--prm.*: {name} has no implicit reward model; drop the options, or use "
+            "--algorithm.name prime"
+        )
     teaches = found.has_teacher or found.divergence is not None
     if config.reference_sync_steps and teaches:
         raise ConfigError(
@@ -117,17 +127,21 @@ def algorithm_function(config: AlgorithmConfig) -> Callable[..., Algorithm]:
     return loaded(name, OPTION, "algorithm", ALGORITHMS)
 
 
+# Arguments of an algorithm's function, each with the option that gives it.
+type _Arguments = dict[str, tuple[str, Any]]
+
+
 def _built(
     config: AlgorithmConfig,
     max_tokens: int,
-    critic: CriticConfig,
     distill: DistillConfig,
+    more: _Arguments,
 ) -> Algorithm:
     """Builds the algorithm alone, before options are checked against its attributes."""
     if config.name == "distillation" and distill.divergence != "sampled":
         return distribution_distillation(divergence=_divergence(distill))
     name, build = config.name.partition("?")[0], algorithm_function(config)
-    options = dict(_options(build, name, config, critic, max_tokens))
+    options = dict(_options(build, name, config, more, max_tokens))
     return made(
         config.name,
         build,
@@ -143,7 +157,7 @@ def _options(
     build: Callable[..., Algorithm],
     name: str,
     config: AlgorithmConfig,
-    critic: CriticConfig,
+    more: _Arguments,
     max_tokens: int,
 ) -> Iterator[tuple[str, tuple[str, Any]]]:
     """Arguments of the algorithm's function, each with the option that gives it.
@@ -189,21 +203,29 @@ def _options(
             )
         correction = make_correction(config.correction)
         yield "correction", ("--algorithm.correction.*", correction)
-    of_critic = {
-        "gamma": ("--critic.gamma", critic.gamma),
-        "lambda_": ("--critic.gae-lambda", critic.gae_lambda),
-        "value_lambda": ("--critic.value-lambda", critic.value_lambda),
-        "value_clip": ("--critic.clip", critic.clip or None),
-        "bootstrap_truncated": (
-            "--critic.bootstrap-truncated",
-            critic.bootstrap_truncated,
-        ),
-    }
-    if critic != NO_CRITIC:
-        yield from ((each, of_critic[each]) for each in of_critic if each in taken)
+    yield from ((each, found) for each, found in more.items() if each in taken)
     required = [each.name for each in named if each.default is each.empty]
     if "denominator" in required:
         yield "denominator", ("--rollout.max-tokens", float(max_tokens))
+
+
+def _of_sections(critic: CriticConfig, prm: PrmConfig) -> _Arguments:
+    """The arguments from the options of a critic and of an implicit reward model."""
+    found: _Arguments = {}
+    if critic != NO_CRITIC:
+        found = {
+            "gamma": ("--critic.gamma", critic.gamma),
+            "lambda_": ("--critic.gae-lambda", critic.gae_lambda),
+            "value_lambda": ("--critic.value-lambda", critic.value_lambda),
+            "value_clip": ("--critic.clip", critic.clip or None),
+            "bootstrap_truncated": (
+                "--critic.bootstrap-truncated",
+                critic.bootstrap_truncated,
+            ),
+        }
+    if prm.beta != NO_PRM.beta:
+        found["beta"] = "--prm.beta", prm.beta
+    return found
 
 
 def _aggregation(config: AlgorithmConfig, max_tokens: int) -> Reduction | None:

@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.losses import value
+from jaxrl_post.rollout import batch as batching
+from jaxrl_post.rollout.episode import Group
 from jaxrl_post.types import TokenBatch, rows
 
-__all__ = ["credited"]
+__all__ = ["credited", "outcome_labels"]
+
+# Fields that only `credit` and an implicit reward model read.
+READ_BEFORE = ("prm_logprobs", "labels", "answers", "groups", "token_rewards")
 
 
 def credited(
@@ -53,6 +59,12 @@ def credited(
         metrics["advantage/raw_mean"] = float(np.mean(raw))
         metrics["advantage/raw_std"] = float(np.std(raw))
         whole = whole.replace(raw_advantages=None)
+    if whole.prm_logprobs is not None:
+        if whole.token_rewards is not None:
+            earned = whole.token_rewards[mask]
+            metrics["prm/process_reward"] = float(np.mean(earned))
+            metrics["prm/process_reward_std"] = float(np.std(earned))
+        whole = whole.replace(**dict.fromkeys(READ_BEFORE))
     spans = zip([0, *ends[:-1]], ends, pieces, strict=True)
     found = [
         rows(whole, begin, end).replace(
@@ -61,3 +73,31 @@ def credited(
         for begin, end, piece in spans
     ]
     return found, metrics
+
+
+def outcome_labels(groups: Sequence[Group], solved_reward: float | None) -> np.ndarray:
+    """Labels of answers for a reward model that learns from outcomes.
+
+    Args:
+        groups: of equal size, judged.
+        solved_reward: the least reward of a right answer; None if the rewards
+            themselves are the labels.
+
+    Returns:
+        float32 [groups, samples], in [0, 1]; with players [groups, samples, turns],
+        since each player has rewards. 0 for failed episodes.
+
+    Raises:
+        ConfigError: a reward is no label.
+    """
+    rewards = batching.advantages(groups, lambda facts: facts.rewards)
+    if solved_reward is not None:
+        return (rewards >= solved_reward).astype(np.float32)
+    beyond = rewards[(rewards < 0) | (rewards > 1)]
+    if beyond.size:
+        raise ConfigError(
+            "--prm.solved-reward: the outcome of an answer is a label in [0, 1], and "
+            f"an answer has the reward {beyond[0]:g}; give the least reward of a right "
+            "answer, such as 1"
+        )
+    return rewards

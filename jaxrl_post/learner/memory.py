@@ -1,5 +1,6 @@
 """A table of everything that takes memory on a device, from arrays or from shapes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -49,7 +50,7 @@ def layout_table(
     row_tokens: int,
     optimizer: PyTree,
     reference: PyTree | None = None,
-    critic: PyTree | None = None,
+    companions: Mapping[str, PyTree] = {},
     judge: PyTree | None = None,
     sampler: SamplerMemory = SamplerMemory(),
 ) -> MemoryTable:
@@ -66,7 +67,8 @@ def layout_table(
         row_tokens: tokens of a row.
         optimizer: moments and master weights of the trained parameters.
         reference: parameters of the reference or teacher.
-        critic: parameters, base and optimizer of a separate critic.
+        companions: parameters, base and optimizer of each model that is trained next to
+            the policy, by name.
         judge: parameters of the reward model.
         sampler: what the sampler keeps.
     """
@@ -77,7 +79,7 @@ def layout_table(
         ("adapter", "trained", None if adaptation is None else model.params),
         ("optimizer", "moments and master weights", optimizer),
         ("reference", "parameters, not trained", reference),
-        ("critic", "parameters and optimizer", critic),
+        *((name, "parameters and optimizer", own) for name, own in companions.items()),
         ("reward model", "frozen parameters", judge),
         ("sampler's copy", f"on {_axes(sampler.mesh or model.mesh)}", sampler.copies),
         ("KV cache", "of all slots", sampler.cache),

@@ -43,6 +43,7 @@ class TrainState:
         master: float32 master weights if `params` are narrower, else None.
         opt_state: optax's state.
         critic: state of a separate critic, set only in checkpoints; else None.
+        prm: state of an implicit reward model, set only in checkpoints; else None.
         reference: `Reference.params` of a reference that follows the policy, set only
             in checkpoints; else None.
     """
@@ -52,6 +53,7 @@ class TrainState:
     master: PyTree | None
     opt_state: Any
     critic: "TrainState | None" = None
+    prm: "TrainState | None" = None
     reference: PyTree | None = None
 
 

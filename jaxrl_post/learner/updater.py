@@ -1,7 +1,6 @@
 """The updates of an RL step: scores batches, assigns credit, takes optimizer steps."""
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from jaxrl_post.config.checks import reward_weights
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data import packing
-from jaxrl_post.learner.credit import credited
+from jaxrl_post.learner.companion import Companion
+from jaxrl_post.learner.credit import credited, outcome_labels
 from jaxrl_post.learner.learner import Learner, MismatchError, Update, UpdateError
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Reference
@@ -32,24 +32,15 @@ from jaxrl_post.rollout.episode import Episode, Group
 from jaxrl_post.rollout.metrics import rollout_metrics
 from jaxrl_post.types import TokenBatch
 
-__all__ = ["Critic", "Updater", "longest_row", "longest_sequence"]
+__all__ = ["Updater", "longest_row", "longest_sequence"]
 
 # Metrics of how well sampler and trainer agree.
 FACTOR, UNEQUAL = "mismatch/token_mult_prob_error", "mismatch/unequal"
 
 
 @dataclass
-class Critic:
-    """A separate value model with its learner and training state."""
-
-    model: Model
-    learner: Learner
-    state: TrainState
-
-
-@dataclass
 class Updater:
-    """Trains the policy, and its critic if there is a separate one.
+    """Trains the policy, and the models next to it.
 
     Attributes:
         config: the run's config.
@@ -59,6 +50,7 @@ class Updater:
         state: the policy's training state.
         reference: None if the algorithm needs none.
         critic: None if the algorithm has none, or shares the policy's backbone.
+        prm: the implicit reward model; None if the algorithm has none.
         environment: its name, for messages.
     """
 
@@ -68,14 +60,15 @@ class Updater:
     learner: Learner
     state: TrainState
     reference: Reference | None = None
-    critic: Critic | None = None
+    critic: Companion | None = None
+    prm: Companion | None = None
     environment: str = "the environment"
     # Advantages of the last groups, float32 [groups, samples] or [groups, samples,
     # turns]; None if the algorithm has none of episodes or turns.
     advantages: np.ndarray | None = field(default=None, init=False)
     # `rollout.diagnostics` of the last step; empty unless it is evaluated.
     diagnostics: dict[str, Any] = field(default_factory=dict, init=False)
-    # Seconds by phase, "logprobs" and "train", of the present step.
+    # Seconds by phase, "logprobs", "prm" and "train", of the present step.
     _phases: dict[str, float] = field(default_factory=dict, init=False)
     # Parts of the rewards that environments have named so far.
     _reported: set[str] = field(default_factory=set, init=False)
@@ -125,6 +118,11 @@ class Updater:
         metrics |= {f"time/{name}": spent for name, spent in self._phases.items()}
         return Update(metrics, tokens)
 
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """The models that are trained next to the policy."""
+        return tuple(each for each in (self.critic, self.prm) if each is not None)
+
     def sequences(
         self, groups: Sequence[Group]
     ) -> tuple[list[packing.Sequence], np.ndarray, dict[str, float]]:
@@ -154,10 +152,14 @@ class Updater:
             values = batching.turn_advantages(
                 groups, self._estimate, penalty, discount=options.turn_discount
             )
+        outcomes = None
+        if self.prm is not None:
+            outcomes = outcome_labels(groups, self.config.prm.solved_reward)
         made = batching.sequences(
             groups,
             values,
             rewards=rewards,
+            outcomes=outcomes,
             skip_truncated=rollout.truncated == "mask",
             mark_truncated=self.config.critic.bootstrap_truncated,
         )
@@ -192,36 +194,79 @@ class Updater:
         """
         sequences, *_ = self.sequences(groups)
         pieces, _ = self._minibatches(sequences, number)
-        return pieces, self._completed(pieces)[0]
+        return pieces, self._credited(self._graded(self._with_scores(pieces)))[0]
 
-    def _completed(
-        self, pieces: list[TokenBatch]
-    ) -> tuple[list[TokenBatch], dict[str, float]]:
-        """Adds to minibatches what their updates read; with metrics of the credit."""
-        update, metrics = self.config.update, dict[str, float]()
+    @property
+    def _needs_proximal(self) -> bool:
+        """Whether the updates read log-probs from before the first one."""
+        update = self.config.update
         # A divergence from a teacher has no ratio, so it needs no proximal log-probs.
         anchored = self.algorithm.divergence is None
         # One update without dropout computes them itself.
         several = update.minibatches * update.epochs > 1
-        needs_proximal = anchored and (several or self.config.lora.dropout > 0)
+        return anchored and (several or self.config.lora.dropout > 0)
+
+    def _with_scores(self, pieces: list[TokenBatch]) -> list[TokenBatch]:
+        """Adds to minibatches the log-probs and values that are read later."""
         # Credit may take a fresh token's log-prob from the sampler, but an older one
         # comes from other parameters.
         reads = self.algorithm.credit_reads_logprobs and any(
             piece.stale is not None and piece.stale.any() for piece in pieces
         )
-        pieces = [self._scored(piece, needs_proximal or reads) for piece in pieces]
+        needs_proximal = self._needs_proximal or reads
+        return [self._scored(piece, needs_proximal) for piece in pieces]
+
+    def _graded(self, pieces: list[TokenBatch]) -> list[TokenBatch]:
+        """Adds the log-probs of the implicit reward model, if there is one."""
+        if self.prm is None:
+            return pieces
+        said = (self.prm.predict(_whole(piece)).logprobs for piece in pieces)
+        return [
+            piece.replace(prm_logprobs=found)  # type: ignore[attr-defined]
+            for piece, found in zip(pieces, said, strict=True)
+        ]
+
+    def _credited(
+        self, pieces: list[TokenBatch]
+    ) -> tuple[list[TokenBatch], dict[str, float]]:
+        """Computes the advantages of tokens, if the algorithm does; with metrics."""
+        metrics = dict[str, float]()
         if self.algorithm.credit is not None:
             pieces, metrics = credited(self._credit, pieces)
-        if not needs_proximal:
+        if not self._needs_proximal:
             # The one update computes them itself, always in the same program.
             pieces = [piece.replace(proximal_logprobs=None) for piece in pieces]  # type: ignore[attr-defined]
         return pieces, metrics
+
+    def _taught(
+        self, pieces: list[TokenBatch], number: int
+    ) -> tuple[list[TokenBatch], dict[str, float]]:
+        """Trains the implicit reward model on scored minibatches, and adds its scores.
+
+        Returns:
+            The minibatches; and metrics, means over the optimizer steps.
+        """
+        if self.prm is None:
+            return pieces, {}
+        before = self.config.prm.scores == "before"
+        graded, seen = self._graded(pieces) if before else pieces, []
+        for index, piece in enumerate(pieces):
+            where = f"step {number}, minibatch {index + 1}"
+            seen.append(self.prm.update(_whole(piece), where=where))
+        return (graded if before else self._graded(pieces)), _means(seen)
 
     def _train(self, pieces: list[TokenBatch], number: int) -> dict[str, float]:
         """Takes the optimizer steps of minibatches; metrics are means over them."""
         update = self.config.update
         with self._phase("logprobs"):
-            pieces, metrics = self._completed(pieces)
+            pieces = self._with_scores(pieces)
+        metrics = dict[str, float]()
+        if self.prm is not None:
+            with self._phase("prm"):
+                pieces, metrics = self._taught(pieces, number)
+        with self._phase("logprobs"):
+            pieces, found = self._credited(pieces)
+            metrics |= found
             self.diagnostics = {}
             evaluated = self.config.eval.due(number, self.config.steps)
             if evaluated and self.algorithm.divergence is None:
@@ -234,11 +279,7 @@ class Updater:
                     first = not collected
                     collected.append(self._updated(piece, number, where, first=first))
             jax.block_until_ready(self.state.params)
-        names = dict.fromkeys(name for found in collected for name in found)
-        metrics |= {
-            name: float(np.mean([each[name] for each in collected if name in each]))
-            for name in names
-        }
+        metrics |= _means(collected)
         # Later updates have other parameters than the sampler had.
         metrics.pop(UNEQUAL, None)
         if UNEQUAL in collected[0]:
@@ -248,26 +289,25 @@ class Updater:
     def snapshot(self) -> TrainState:
         """Returns all arrays of a checkpoint."""
         return self.state.replace(  # type: ignore[attr-defined]
-            critic=None if self.critic is None else self.critic.state,
             reference=None if self.reference is None else self.reference.saved,
+            **{each.name: each.state for each in self.companions},
         )
 
     @property
     def layout(self) -> TrainState:
         """Shardings of `snapshot`."""
         return self.learner.layout.replace(  # type: ignore[attr-defined]
-            critic=None if self.critic is None else self.critic.learner.layout,
             reference=None if self.reference is None else self.reference.layout,
+            **{each.name: each.learner.layout for each in self.companions},
         )
 
     def load_snapshot(self, snapshot: TrainState) -> None:
         """Restores the state from `snapshot`."""
-        if self.critic is not None:
-            assert snapshot.critic is not None
-            self.critic.state = snapshot.critic
+        for each in self.companions:
+            each.state = getattr(snapshot, each.name)
         if self.reference is not None:
             self.reference.restore(snapshot.reference)
-        self.state = snapshot.replace(critic=None, reference=None)  # type: ignore[attr-defined]
+        self.state = snapshot.replace(critic=None, prm=None, reference=None)  # type: ignore[attr-defined]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -341,13 +381,7 @@ class Updater:
         """
         metrics: dict[str, float] = {}
         if self.critic is not None:
-            self.critic.state, found = self.critic.learner.update(
-                self.critic.state, piece, where=f"{where}, critic"
-            )
-            metrics = {
-                name.replace("train/", "critic/"): value
-                for name, value in found.items()
-            }
+            metrics = self.critic.update(piece, where=where)
         if number > self.config.critic.warmup_steps:
             check = functools.partial(self._check_mismatch, where)
             self.state, found = self.learner.update(
@@ -394,39 +428,20 @@ class Updater:
     ) -> tuple[list[TokenBatch], dict[str, float]]:
         """Splits the sequences of a batch into packed minibatches, with metrics."""
         update = self.config.update
-        count = min(update.minibatches, max(len(sequences), 1))
-        if count > 1:
-            # Sequences that are packed together also share a minibatch, except at
-            # the borders: minibatches have equally many sequences.
-            shared = [[each] for each in sequences]
-            if update.trees:
-                shared = packing.by_context(sequences)
-            order = np.random.default_rng([self.config.seed, number])
-            chosen = [shared[i] for i in order.permutation(len(shared))]
-            sequences = [sequence for each in chosen for sequence in each]
-        borders = [len(sequences) * i // count for i in range(count + 1)]
-        units = [
-            packing.trees(part) if update.trees else part
-            for part in (
-                sequences[first:last] for first, last in itertools.pairwise(borders)
-            )
-        ]
-        size = update.microbatch_tokens, self.learner.microbatch_rows
         # An agent's constraint may cut tokens off too. With truncation the array is
         # always there, so that one program is compiled.
         cut = self.config.rollout.truncates or any(
             each.tokens.kept.shape[1] for each in sequences
         )
-        kept = self.config.kept_ids if cut else 0
-        pack = functools.partial(packing.pack_microbatches, kept_ids=kept)
-        batches = [pack(part, *size) for part in units]
-        # Credit reads all minibatches as one array.
-        longest = max(batch.shape[1] for batch in batches)
-        batches = [
-            batch if batch.shape[1] == longest else pack(part, *size, least=longest)
-            for batch, part in zip(batches, units, strict=True)
-        ]
-        metrics = _packing_metrics(sequences, units, batches)
+        batches, metrics = packing.pack_minibatches(
+            sequences,
+            update.minibatches,
+            seed=(self.config.seed, number),
+            shares=update.trees,
+            microbatch_tokens=update.microbatch_tokens,
+            rows=self.learner.microbatch_rows,
+            kept_ids=self.config.kept_ids if cut else 0,
+        )
         version, rollout = int(self.state.step), self.config.rollout
         stale = [batch.loss_mask & (batch.versions < version) for batch in batches]
         # Unfinished episodes and groups that wait for a step are older than the step.
@@ -454,12 +469,9 @@ class Updater:
             if needs_proximal:
                 found["proximal_logprobs"] = predicted.logprobs
         if self.reference is not None and self.algorithm.needs_reference:
-            # The reference did not sample, so it has its whole distribution.
-            whole = batch.replace(kept=None, experts=None)  # type: ignore[attr-defined]
-            found["reference_logprobs"] = self.reference.predict(whole).logprobs
+            found["reference_logprobs"] = self.reference.predict(_whole(batch)).logprobs
         if self.critic is not None:
-            whole = self.critic.model.whole(self.critic.state.params)
-            values = self.critic.learner.scorer.predict(whole, batch).values_after
+            values = self.critic.predict(batch).values_after
         if values is not None:
             # The value before a token is the critic's output after the previous token.
             said, previous = np.asarray(values), np.asarray(batch.previous)
@@ -474,23 +486,22 @@ class Updater:
         return jax.jit(self.algorithm.credit)
 
 
+def _whole(batch: TokenBatch) -> TokenBatch:
+    """The batch for a model that did not sample, and has its whole distribution."""
+    return batch.replace(kept=None, experts=None)  # type: ignore[attr-defined]
+
+
+def _means(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric, over the updates that have it."""
+    names = dict.fromkeys(name for each in found for name in each)
+    return {
+        name: float(np.mean([each[name] for each in found if name in each]))
+        for name in names
+    }
+
+
 def _no_check(metrics: dict[str, float]) -> None:
     """Skips the check in later updates, whose parameters did not sample the batch."""
-
-
-def _packing_metrics(
-    sequences: Sequence[packing.Sequence],
-    units: Sequence[Sequence[packing.Unit]],
-    batches: Sequence[TokenBatch],
-) -> dict[str, float]:
-    """Metrics of packing: the tokens that trees save, and those that splits repeat."""
-    whole = sum(packing.num_tokens(each) for each in sequences)
-    distinct = sum(packing.num_tokens(each) for part in units for each in part)
-    used = sum(int(np.count_nonzero(batch.ends)) for batch in batches)
-    return {
-        "packing/shared": 1 - used / max(whole, 1),
-        "packing/repeated_tokens": float(used - distinct),
-    }
 
 
 def longest_sequence(config: RLConfig) -> int:

@@ -56,6 +56,7 @@ from jaxrl_post.losses.answers import (
 from jaxrl_post.losses.credit import (
     advantages,
     baselines,
+    implicit,
     recurrence,
     returns,
     shaping,
@@ -72,6 +73,7 @@ __all__ = [
     "distill",
     "distribution_kl",
     "entropy",
+    "implicit",
     "kl",
     "logprobs",
     "margins",

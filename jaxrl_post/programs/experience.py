@@ -10,6 +10,7 @@ from typing import Any
 
 import grain
 import jax
+import numpy as np
 
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.checks import reward_weights
@@ -88,6 +89,21 @@ def has_spread(group: Group, algorithm: AlgorithmConfig, *, by_part: bool) -> bo
     return group.has_spread
 
 
+def worth_training(group: Group, config: RLConfig, *, by_part: bool) -> bool:
+    """Returns whether dynamic sampling keeps a group.
+
+    Args:
+        group: judged.
+        config: of the run.
+        by_part: as for `has_spread`.
+    """
+    if not has_spread(group, config.algorithm, by_part=by_part):
+        return False
+    low, high = config.rollout.group_reward_low, config.rollout.group_reward_high
+    mean = float(np.mean(group.rewards[group.valid], dtype=np.float64))
+    return (low is None or mean > low) and (high is None or mean < high)
+
+
 def make_buffer(config: RLConfig, *, by_part: bool) -> Buffer:
     """Makes the empty buffer of a run.
 
@@ -101,8 +117,8 @@ def make_buffer(config: RLConfig, *, by_part: bool) -> Buffer:
     admission = Admission(rollout.prompts_per_step, rollout.partial, draws, bound)
     if not rollout.dynamic_sampling:
         return Buffer(admission)
-    spread = functools.partial(has_spread, algorithm=config.algorithm, by_part=by_part)
-    return Buffer(admission, spread)
+    kept = functools.partial(worth_training, config=config, by_part=by_part)
+    return Buffer(admission, kept)
 
 
 @dataclass
@@ -193,10 +209,13 @@ class Experience:
         if buffer.admission.spare:
             metrics["rollout/in_flight"] = float(self.collector.in_flight)
         if not len(buffer):
+            rollout, within = self.config.rollout, ""
+            if (rollout.group_reward_low, rollout.group_reward_high) != (None, None):
+                within = ", with a mean within --rollout.group-reward-low and -high"
             raise FailedRolloutsError(
                 f"step {number}: none of {len(sampled)} groups had rewards that "
-                "differ; turn --rollout.dynamic-sampling off, or choose tasks that the "
-                "model solves sometimes"
+                f"differ{within}; turn --rollout.dynamic-sampling off, or choose tasks "
+                "that the model solves sometimes"
             )
         return metrics
 

@@ -18,6 +18,7 @@ REMEDIES = {
     "gradients": "--mesh with fsdp over more devices, or --lora.rank 16 (an adapter)",
     "reference": "--lora.rank 16 (the base under an adapter is the reference)",
     "critic": "--critic.backbone shared, or --critic.lora.rank",
+    "prm": "--prm.lora.rank",
     "reward model": "a smaller --reward.model",
     "sampler's copy": "the mesh of --mesh for --rollout.mesh, or "
     "--rollout.weights int8",

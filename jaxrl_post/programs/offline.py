@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxrl_post.algorithms import reward_model, supervised
 from jaxrl_post.config.checks import check_options, with_steps
 from jaxrl_post.config.data import DEFAULT_ENV
-from jaxrl_post.config.horizon import optimizer_steps
+from jaxrl_post.config.horizon import POLICY, optimizer_steps
 from jaxrl_post.config.offline import (
     OfflineConfig,
     PreferenceConfig,
@@ -355,7 +355,7 @@ def _begun(
         job.objective,
         config.optimizer,
         config.update,
-        num_steps=optimizer_steps(config)[0],
+        num_steps=optimizer_steps(config)[POLICY],
         kernels=config.kernels,
     )
     reference = None

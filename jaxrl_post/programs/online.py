@@ -31,7 +31,7 @@ from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner.algorithm import make_algorithm
 from jaxrl_post.learner.algorithm_checks import check_run
 from jaxrl_post.learner.best import check_metric
-from jaxrl_post.learner.critic import check_critic
+from jaxrl_post.learner.companion import check_companion
 from jaxrl_post.learner.memory import MemoryTable, SamplerMemory, layout_table
 from jaxrl_post.learner.model import Model, check_sample, context_of
 from jaxrl_post.learner.reference import require_directory, require_same_ids
@@ -86,10 +86,10 @@ def memory_table(
         model: with its adapter, if it has one.
 
     Raises:
-        ConfigError: a critic, a reference or a judge cannot be opened.
+        ConfigError: a model cannot be opened.
     """
     updater = make_updater(config, model, algorithm, tasks)
-    critic, reference, judge = updater.critic, updater.reference, None
+    reference, judge = updater.reference, None
     if config.reward.model is not None and not config.reward.mesh:
         _, judge = pretrained.load(
             config.reward.model,
@@ -110,9 +110,10 @@ def memory_table(
         row_tokens=longest_row(config, updater.learner.microbatch_rows),
         optimizer=(updater.state.opt_state, updater.state.master),
         reference=None if reference is None else reference.params,
-        critic=None
-        if critic is None
-        else (critic.state, critic.model.adaptation and critic.model.base),
+        companions={
+            each.name: (each.state, each.model.adaptation and each.model.base)
+            for each in updater.companions
+        },
         judge=judge,
         sampler=sampler,
     )
@@ -148,7 +149,11 @@ def run_rl(
     """
     check_options(config)
     algorithm = make_algorithm(
-        config.algorithm, config.rollout.max_tokens, config.critic, config.distill
+        config.algorithm,
+        config.rollout.max_tokens,
+        config.critic,
+        config.distill,
+        config.prm,
     )
     check_run(config, algorithm)
     check_metric(config, MEASURED, own=True)
@@ -172,6 +177,7 @@ def run_rl(
     config = fetched.config
     require_directory(config.algorithm.reference, "--algorithm.reference")
     require_directory(config.critic.model, "--critic.model")
+    require_directory(config.prm.model, "--prm.model")
     require_directory(config.reward.model, "--reward.model")
     require_directory(config.rollout.draft, "--rollout.draft")
     check_judge(config.reward)
@@ -256,12 +262,17 @@ def _fitting(
 def _measured(
     fitting: Fitting, algorithm: Algorithm, config: RLConfig, model: Model
 ) -> tuple[RLConfig, Model]:
-    """Sets `max_prompt_tokens` from the prompts; checks critic, mesh and sizes."""
-    if algorithm.value_objective is not None:
-        check_critic(config, model)
+    """Sets `max_prompt_tokens` from the prompts; checks models, mesh and sizes."""
+    for objective, companion in (
+        (algorithm.value_objective, config.critic),
+        (algorithm.prm_objective, config.prm),
+    ):
+        if objective is not None:
+            check_companion(companion, config.lora, model)
     require_same_ids(config.algorithm.reference, model, "--algorithm.reference")
     require_same_ids(config.rollout.draft, model, "--rollout.draft")
     require_same_ids(config.critic.model, model, "--critic.model")
+    require_same_ids(config.prm.model, model, "--prm.model")
     weights = sampler_layouts(config, model)[0]
     if config.exact:
         # Exact mode has no selection of keys: longer sequences are refused.
@@ -428,11 +439,8 @@ def _loop(
 
 
 def _finished(run: Run[RLConfig], trainer: OnlineTrainer, step: int) -> RunResult:
-    critic = None
-    if trainer.updater.critic is not None:
-        found = trainer.updater.critic
-        critic = dataclasses.replace(found.model, params=found.state.params)
-    return finish(run, trainer.updater.state, step, critic=critic)
+    companions = {each.name: each.trained for each in trainer.updater.companions}
+    return finish(run, trainer.updater.state, step, companions=companions)
 
 
 def _tell_gathers(run: Run[RLConfig], layout: SamplerLayout) -> None:

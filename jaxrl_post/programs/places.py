@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 # The directories that a run writes in its own.
 WRITTEN = (
-    "model", "initial", "adapter", "critic", "critic_adapter", "best", "best_adapter",
-    "checkpoints",
+    "model", "initial", "adapter", "critic", "critic_adapter", "prm", "prm_adapter",
+    "best", "best_adapter", "checkpoints",
 )  # fmt: skip
 
 # The files of a model that are read; others may change.
@@ -384,8 +384,12 @@ def _targets(config: RunConfig) -> list[str]:
     if isinstance(config, RLConfig):
         if config.critic.backbone == "separate":
             found.append("critic")
-        if config.critic.lora.rank:
-            found.append("critic_adapter")
+        found.append("prm")
+        found += [
+            f"{name}_adapter"
+            for name, lora in (("critic", config.critic.lora), ("prm", config.prm.lora))
+            if lora.rank
+        ]
     return found
 
 

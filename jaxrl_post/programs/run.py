@@ -588,7 +588,7 @@ def tell_run(run: Run, size: int, held_out: int, per_step: int, noun: str) -> No
 
 
 def finish(
-    run: Run, state: TrainState, step: int, *, critic: Model | None = None
+    run: Run, state: TrainState, step: int, *, companions: Mapping[str, Model] = {}
 ) -> RunResult:
     """Saves the model if training is complete; writes the report in any case.
 
@@ -596,7 +596,7 @@ def finish(
         run: complete or stopped.
         state: after the last step taken.
         step: number of that step.
-        critic: saved next to the model; None for no critic.
+        companions: saved next to the model, by the names of their directories.
 
     Raises:
         CallbackError: a callback raised at the end; the model is saved.
@@ -612,9 +612,9 @@ def finish(
         saved = run.directory.path / "model"
         cards = run_cards(run.directory, run.config.model, note)
         save_model(saved, run.model, state.params, cards=cards)
-        if critic is not None:
-            place, adapter = run.directory.path / "critic", "critic_adapter"
-            save_model(place, critic, critic.params, adapter=adapter, cards=cards)
+        for name, model in companions.items():
+            place, adapter = run.directory.path / name, f"{name}_adapter"
+            save_model(place, model, model.params, adapter=adapter, cards=cards)
     report, config = None, run.config
     # No row is left where the log of a complete run was removed.
     if rows:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -297,6 +297,7 @@ def sequences(
     values: np.ndarray,
     *,
     rewards: np.ndarray | None = None,
+    outcomes: np.ndarray | None = None,
     skip_truncated: bool = False,
     mark_truncated: bool = False,
 ) -> list[packing.Sequence]:
@@ -309,38 +310,76 @@ def sequences(
             sequence of a player has this player's.
         rewards: float32 [groups, samples, turns] for algorithms that compute advantages
             per token; placed at the last token of each turn. None for other algorithms.
+        outcomes: float32 [groups, samples], or with players [groups, samples, turns],
+            for algorithms that teach a reward model: the `labels` of the sequences,
+            which then have `answers` and `groups` too. None for other algorithms.
         skip_truncated: drops the episodes whose last turn was cut (DAPO's overlong
             filter).
         mark_truncated: sets `truncated` of the sequences, each as its own last turn
             was cut; otherwise it is None.
     """
-    made = []
+    made, marks = [], _Marks(outcomes)
     for row, group in enumerate(groups):
         for column, episode in enumerate(group.episodes):
             if not is_trained(episode, skip_truncated=skip_truncated):
                 continue
             turns = episode.turn_ids
-            by_turn = values[row, column]
-            if values.ndim == 2:
-                by_turn = np.full(len(episode.turns), by_turn)
-            per_token = np.concatenate([np.zeros(1), by_turn])[turns]
+            per_token = _spread(values[row, column], turns)
             placed = None
             if rewards is not None:
                 placed = _at_ends(turns, rewards[row, column])
             tokens = episode.tokens
             # Each sequence of an agent or a player ends with a turn of its own.
             ends = (*episode.segments, len(episode.turns))
-            cut = [episode.turns[end - 1].truncated for end in ends]
-            made += [
-                packing.Sequence(
-                    tokens=tokens[span],
-                    advantages=per_token[span].astype(np.float32),
-                    rewards=None if placed is None else placed[span],
-                    truncated=ended if mark_truncated else None,
+            for span, end in zip(episode.spans, ends, strict=True):
+                last = episode.turns[end - 1]
+                made.append(
+                    packing.Sequence(
+                        tokens=tokens[span],
+                        advantages=per_token[span],
+                        rewards=None if placed is None else placed[span],
+                        truncated=last.truncated if mark_truncated else None,
+                        **marks.of(turns[span], row, column, last.player),
+                    )
                 )
-                for span, ended in zip(episode.spans, cut, strict=True)
-            ]
     return made
+
+
+def _spread(value: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """float32 [tokens]: the episode's value, or the turn's, at each sampled token."""
+    if np.ndim(value):
+        return np.concatenate([np.zeros(1), value])[turns].astype(np.float32)
+    return np.where(turns > 0, value, 0).astype(np.float32)
+
+
+@dataclass
+class _Marks:
+    """The outcomes of answers, with numbers of answers and groups, from 1 on.
+
+    Attributes:
+        outcomes: as for `sequences`; without them nothing is marked.
+    """
+
+    outcomes: np.ndarray | None
+    _answers: dict[tuple[int, int, str], int] = field(default_factory=dict, init=False)
+    _groups: dict[tuple[int, str], int] = field(default_factory=dict, init=False)
+
+    def of(
+        self, turns: np.ndarray, row: int, column: int, player: str
+    ) -> dict[str, np.ndarray]:
+        """Arrays [tokens] of a sequence of an episode, or of a player in it."""
+        if self.outcomes is None:
+            return {}
+        numbers = {
+            "answers": self._answers.setdefault(
+                (row, column, player), len(self._answers) + 1
+            ),
+            "groups": self._groups.setdefault((row, player), len(self._groups) + 1),
+        }
+        return {"labels": _spread(self.outcomes[row, column], turns)} | {
+            name: np.where(turns > 0, number, 0).astype(np.int32)
+            for name, number in numbers.items()
+        }
 
 
 def _at_ends(turns: np.ndarray, rewards: np.ndarray) -> np.ndarray:

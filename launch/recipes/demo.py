@@ -10,6 +10,7 @@ from dataclasses import replace
 from jaxrl_post.config.algorithm import AlgorithmConfig
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import (
@@ -19,7 +20,7 @@ from jaxrl_post.config.run import (
     WarmStartConfig,
 )
 
-__all__ = ["demo", "distill_demo", "ppo_demo"]
+__all__ = ["demo", "distill_demo", "ppo_demo", "prime"]
 
 
 def demo() -> RLConfig:
@@ -58,6 +59,16 @@ def ppo_demo() -> RLConfig:
                 learning_rate=1e-3, warmup_ratio=5 / 160, schedule="linear", beta2=0.98
             )
         ),
+    )
+
+
+def prime() -> RLConfig:
+    """`python -m launch.grpo --recipe prime`: the same task, with process rewards."""
+    return replace(
+        demo(),
+        run_dir="runs/prime",
+        algorithm=AlgorithmConfig(name="prime"),
+        prm=PrmConfig(optimizer=replace(demo().optimizer, learning_rate=5e-4)),
     )
 
 

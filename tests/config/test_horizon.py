@@ -161,8 +161,10 @@ def test_each_network_learns_to_its_last_step_and_not_beyond(schedule):
         run(5, optimizer, critic=optimizer, warmup_steps=2),
         update=UpdateConfig(epochs=2),
     )
-    policy, critic = optimizer_steps(with_horizons(config, None))
-    assert (policy, critic) == (6, 10)
+    steps = optimizer_steps(with_horizons(config, None))
+    # An implicit reward model takes one pass over a batch.
+    assert steps == {"optimizer": 6, "critic.optimizer": 10, "prm.optimizer": 5}
+    policy, critic = steps["optimizer"], steps["critic.optimizer"]
     assert moved(optimizer, policy, 8) == [True] * 6 + [False] * 2
     assert moved(optimizer, critic, 11) == [True] * 10 + [False]
 

@@ -22,6 +22,7 @@ from jaxrl_post.config.offline import (
     SFTConfig,
 )
 from jaxrl_post.config.paths import check_output, check_paths, naming
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 
@@ -76,6 +77,7 @@ def test_an_empty_path_is_shown():
         ("--run-dir", SFTConfig(run_dir=LONG)),
         ("--model", SFTConfig(model=LONG)),
         ("--critic.model", RLConfig(critic=CriticConfig(model=LONG))),
+        ("--prm.model", RLConfig(prm=PrmConfig(model=LONG))),
         ("--algorithm.reference", RLConfig(algorithm=AlgorithmConfig(reference=LONG))),
         ("--rollout.draft", RLConfig(rollout=RolloutConfig(draft=LONG))),
         (

@@ -1,7 +1,8 @@
 """Every program from beginning to end: killed and resumed, on one device and on eight.
 
 What a kill does to each part of a step is the matter of `test_resume`; here every
-program takes up its own state: a critic, a reference, a teacher, the place in a file.
+program takes up its own state: a critic, a reward model that learns, a reference, a
+teacher, the place in a file.
 """
 
 import json
@@ -36,12 +37,20 @@ READ = (
     "--examples-per-step=8", "--max-tokens=32", "--update.microbatch-tokens=512",
     "--log-every=1", "--optimizer.learning-rate=3e-4", "--eval.num-tasks=8",
 )  # fmt: skip
+PRIME = (
+    "--algorithm.name=prime", "--prm.beta=0.5", "--prm.optimizer.learning-rate=1e-3",
+)  # fmt: skip
 PROGRAMS = {
     "ppo": ("launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01"),
     "ppo_shared": ("launch.ppo", *SAMPLED, "--critic.backbone=shared"),
     "ppo_lora": (
         "launch.ppo", *SAMPLED, "--algorithm.kl-coefficient=0.01", "--lora.rank=4",
         "--critic.lora.rank=2",
+    ),
+    "prime": ("launch.grpo", *SAMPLED, *PRIME),
+    "prime_lora": (
+        "launch.grpo", *SAMPLED, *PRIME, "--prm.scores=after", "--lora.rank=4",
+        "--prm.lora.rank=2",
     ),
     "drafted": (
         "launch.grpo", *SAMPLED, "--rollout.draft={model}", "--rollout.guesses=2",
@@ -67,7 +76,9 @@ PROGRAMS = {
     "reward_lora": ("launch.reward", *READ, "--data.path={pairs}", "--lora.rank=4"),
 }  # fmt: skip
 # Metrics in which eight devices must equal one, at the first step.
-SAME = ("train/loss", "train/grad_norm", "eval/loss", "critic/loss")
+SAME = ("train/loss", "train/grad_norm", "eval/loss", "critic/loss", "prm/loss")
+# Models that are trained, and those next to the policy.
+TRAINED = ("model", "critic", "prm")
 
 
 def made(folder: Path, seed: int) -> Path:
@@ -117,7 +128,7 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 def weights(run: Path) -> dict[str, dict[str, np.ndarray]]:
     """Trained tensors, by folder and tensor."""
-    files = {name: run / name / "model.safetensors" for name in ("model", "critic")}
+    files = {name: run / name / "model.safetensors" for name in TRAINED}
     return {name: load_file(file) for name, file in files.items() if file.exists()}
 
 
@@ -143,6 +154,8 @@ def assert_folders(run: Path, name: str) -> None:
     assert (run / "critic").exists() == (name in ("ppo", "ppo_lora"))
     assert (run / "adapter").exists() == name.endswith("lora")
     assert (run / "critic_adapter").exists() == (name == "ppo_lora")
+    assert (run / "prm").exists() == name.startswith("prime")
+    assert (run / "prm_adapter").exists() == (name == "prime_lora")
 
 
 # A variant of these has the same state and more (an adapter, another divergence), or
@@ -150,6 +163,7 @@ def assert_folders(run: Path, name: str) -> None:
 # longer tier.
 PLAINER = {
     *("ppo", "ppo_lora", "ppo_shared", "reward", "distill", "distill_whole"),
+    "prime",
     *("drafted", "lora", "kto", "process"),
 }
 
@@ -181,7 +195,7 @@ def test_the_last_steps_taken_again_give_the_same(run_here, inputs, tmp_path, na
     assert sorted(rows) == list(range(5))
 
     shutil.rmtree(run / "checkpoints" / "4")
-    for folder in ("model", "critic"):
+    for folder in TRAINED:
         shutil.rmtree(run / folder, ignore_errors=True)
     assert "resumed at step 2 of 4" in run_here(module, *command)
     assert_same(weights(run), expected)

@@ -287,10 +287,12 @@ def test_the_death_of_any_process_changes_nothing(
 
 
 # Options that each program needs in addition; each takes another way through the
-# library: a critic, chats, pairs with a reference, an adapter, a sampler's own mesh.
+# library: a critic, a reward model that learns, chats, pairs with a reference, an
+# adapter, a sampler's own mesh.
 PROGRAMS = {
     "grpo": ("launch.grpo", (*QUICK, "--algorithm.kl-coefficient=0.01")),
     "ppo": ("launch.ppo", (*QUICK, "--update.minibatches=2")),
+    "prime": ("launch.grpo", (*QUICK, "--algorithm.name=prime", "--prm.beta=0.5")),
     "sft": ("launch.sft", ("--env=coin:Coin", "--max-tokens=32", *READS)),
     "dpo": ("launch.dpo", ("--max-tokens=32", *READS)),
     # Several turns, some of them unfinished when a step is taken.

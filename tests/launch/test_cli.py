@@ -330,11 +330,15 @@ def test_the_warm_up_that_is_given_replaces_another():
     assert warmup(options(RATIO, "0.2", default=steps)) == (0, 0.2)
     assert warmup(options(f"{WARMUP}=5", default=ratio)) == (5, 0)
     assert warmup(options("--optimizer.warmup_steps", "0", default=ratio)) == (0, 0)
-    critic = options("--critic.optimizer.warmup-steps", "3").critic.optimizer
-    assert (critic.warmup_steps, critic.warmup_ratio) == (3, 0)
+    given = options(
+        *("--critic.optimizer.warmup-steps", "3"),
+        *("--prm.optimizer.warmup-steps", "4"),
+    )
+    for each, count in ((given.critic, 3), (given.prm, 4)):
+        assert (each.optimizer.warmup_steps, each.optimizer.warmup_ratio) == (count, 0)
 
 
-@pytest.mark.parametrize("section", ["--", "--critic."])
+@pytest.mark.parametrize("section", ["--", "--critic.", "--prm."])
 def test_one_length_of_the_warm_up_is_given(section):
     both = f"{section}optimizer.warmup-steps", f"{section}optimizer.warmup-ratio"
     with pytest.raises(ValueError, match=f"^{both[1]}: .* as {both[0]} does; give one"):

@@ -171,6 +171,16 @@ def test_a_model_of_random_weights_gets_a_warm_start():
     assert options(sft).warm_start.steps == 0
 
 
+def test_a_recipe_s_reward_model_needs_a_learning_rate_for_a_checkpoint():
+    arguments = ("--recipe", "prime", "--model=a/b", "--optimizer.learning-rate=1e-6")
+    with pytest.raises(
+        ValueError, match=r"^--prm\.optimizer\.learning-rate: must be given with --rec"
+    ):
+        options(grpo, *arguments)
+    given = options(grpo, *arguments, "--prm.optimizer.learning-rate=1e-6")
+    assert given.prm.optimizer.learning_rate == 1e-6
+
+
 def test_a_critic_has_a_learning_rate_of_its_own():
     checkpoint = ("--model", "models/Qwen2.5-0.5B")
     for arguments, rate in (
@@ -235,6 +245,20 @@ MISTAKES = [
         ("--rollout.samples-per-prompt=1", "--rollout.dynamic-sampling"),
         "--rollout.dynamic-sampling: keeps the prompts whose samples differ",
     ),
+    (
+        grpo,
+        ("--rollout.group-reward-low=0.2",),
+        "--rollout.group-reward-low: without --rollout.dynamic-sampling it changes",
+    ),
+    (
+        grpo,
+        (
+            *("--rollout.dynamic-sampling", "--rollout.group-reward-low=0.8"),
+            "--rollout.group-reward-high=0.2",
+        ),
+        "--rollout.group-reward-low: must be below --rollout.group-reward-high, 0.2",
+    ),
+    (grpo, ("--prm.beta=0",), "--prm.beta: must be greater than 0; got 0"),
     (grpo, ("--rollout.max-turns=3",), "--rollout.max-prompt-tokens: must be given w"),
     (grpo, ("--algorithm.turn-credit=turns",), "with --rollout.max-turns 1 there is"),
     (grpo, ("--algorithm.turn-discount=0.5",), "turn-credit outcome it changes nothi"),

@@ -45,6 +45,7 @@ CUT = {
     "mixture": 0.05,
     "reward_model": 0.0,
     "process_reward": 0.0,
+    "prime": 0.0,
 }
 TASKS = 200
 
@@ -63,7 +64,9 @@ def test_every_recipe_has_a_case_but_that_of_an_extra_and_that_of_a_real_model()
 
 
 # Optimizer steps of the warm-up at a recipe's own number of steps.
-WARMUPS = dict.fromkeys(CUT, 10) | dict.fromkeys(("demo", "guess", "world", "nim"), 5)
+WARMUPS = dict.fromkeys(CUT, 10) | dict.fromkeys(
+    ("demo", "guess", "world", "nim", "prime"), 5
+)
 
 
 @pytest.mark.parametrize("name", PROGRAM.recipes)
@@ -79,7 +82,8 @@ def test_reward_models_and_critics_warm_up_as_long_as_they_were_measured():
     for recipe in reward.PROGRAM.recipes.values():
         assert with_horizons(recipe(), None).optimizer.warmup_steps == 10
     critic = with_horizons(ppo_demo(), None).critic.optimizer
-    assert critic.warmup_steps == 5
+    prm = with_horizons(PROGRAM.recipes["prime"](), None).prm.optimizer
+    assert critic.warmup_steps == prm.warmup_steps == 5
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -23,7 +23,7 @@ from jaxrl_post.config.run import UpdateConfig
 from jaxrl_post.data import packing
 from jaxrl_post.learner.adapters import lora_of, with_adapter
 from jaxrl_post.learner.algorithm import make_algorithm
-from jaxrl_post.learner.critic import check_critic, open_critic
+from jaxrl_post.learner.companion import check_companion, open_companion
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.memory import layout_table
 from jaxrl_post.learner.model import save_model
@@ -315,7 +315,7 @@ def pointers(tree):
 def test_two_adapters_stand_on_one_base(quantize):
     lora = dataclasses.replace(RANK4, quantize=quantize)
     model = with_adapter(lora, with_head("lm"), seed=0)
-    critic = open_critic(CriticConfig(lora=lora), model, seed=1, longest=32)
+    critic = open_companion(CriticConfig(lora=lora), model, seed=1, longest=32)
     # Only the value head is new: of the trained and of the frozen tree.
     new = pointers(critic.base) - pointers(model.base)
     assert new == pointers(critic.base.value_head)
@@ -328,7 +328,7 @@ def test_two_adapters_stand_on_one_base(quantize):
 
 def test_neither_adapter_s_steps_change_the_base():
     model = with_adapter(RANK4, with_head("lm"), seed=0)
-    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1, longest=32)
+    critic = open_companion(CriticConfig(lora=RANK4), model, seed=1, longest=32)
     before = jax.tree.map(np.asarray, model.base)
     batch, made = of_a_critic(batch_of()), ppo()
     _, state, seen = train(critic, made.value_objective, batch)
@@ -347,7 +347,7 @@ def test_neither_adapter_s_steps_change_the_base():
 def test_who_trains_whole_has_arrays_of_its_own(policy, critic):
     """The first optimizer step of either takes them."""
     model = with_adapter(policy, with_head("lm"), seed=0)
-    value_model = open_critic(CriticConfig(lora=critic), model, seed=1, longest=32)
+    value_model = open_companion(CriticConfig(lora=critic), model, seed=1, longest=32)
     assert not pointers(value_model.base) & pointers(model.base)
 
 
@@ -356,7 +356,7 @@ def test_an_adapter_over_a_reward_model_of_a_directory(tmp_path):
     save_model(tmp_path / "rm", begins, begins.params)
     model = with_adapter(RANK4, with_head("lm"), seed=0)
     config = CriticConfig(model=str(tmp_path / "rm"), lora=RANK4)
-    critic = open_critic(config, model, seed=0, longest=32)
+    critic = open_companion(config, model, seed=0, longest=32)
     head = critic.params["value_head"].weight
     np.testing.assert_array_equal(head, begins.params.value_head)
     assert not pointers(critic.base) & pointers(model.base)
@@ -381,10 +381,10 @@ def test_an_adapter_over_a_text_model_names_no_larger_model_as_its_base(tmp_path
 
 def test_the_layout_counts_a_shared_base_once():
     model = with_adapter(RANK4, with_head("lm"), seed=0)
-    critic = open_critic(CriticConfig(lora=RANK4), model, seed=1, longest=32)
+    critic = open_companion(CriticConfig(lora=RANK4), model, seed=1, longest=32)
     rows = layout_table(
         model, UpdateConfig(), rows=1, row_tokens=8, optimizer=(),
-        reference=model.base, critic=(critic.params, critic.base),
+        reference=model.base, companions={"critic": (critic.params, critic.base)},
     )  # fmt: skip
     shown = {name: mib for name, _, mib in rows}
     # The reference is the base alone, and of the critic's only the head is new.
@@ -441,7 +441,7 @@ def test_options_of_a_critic_that_contradict_are_refused(policy, critic, message
         lora=AdapterConfig(**policy),
     )
     with pytest.raises(ConfigError, match=message):
-        check_critic(config, with_head("lm"))
+        check_companion(config.critic, config.lora, with_head("lm"))
 
 
 def test_a_critic_that_could_not_be_saved_is_refused_at_once():
@@ -451,7 +451,9 @@ def test_a_critic_that_could_not_be_saved_is_refused_at_once():
     with pytest.raises(
         pretrained.CheckpointError, match="no sequence classifier of granite"
     ):
-        check_critic(config, dataclasses.replace(model, config=granite))
+        check_companion(
+            config.critic, config.lora, dataclasses.replace(model, config=granite)
+        )
 
 
 @pytest.mark.parametrize("dora", [False, True])

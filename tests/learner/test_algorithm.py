@@ -4,11 +4,12 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post.algorithms import corrections
+from jaxrl_post.algorithms import Predictions, corrections
 from jaxrl_post.config.algorithm import (
     ALGORITHMS,
     AlgorithmConfig,
@@ -20,11 +21,12 @@ from jaxrl_post.config.algorithm import (
 from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.algorithm import make_algorithm, make_correction
 from jaxrl_post.learner.algorithm_checks import check_run
+from jaxrl_post.types import TokenBatch
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 0.0]])
 VALID = jnp.ones((1, 4), bool)
@@ -40,7 +42,7 @@ def named(name: str) -> AlgorithmConfig:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_of_the_configuration_is_made(name):
     plain = make_algorithm(named(name), 4)
-    assert plain.needs_reference == (name == "distillation")
+    assert plain.needs_reference == (name in ("distillation", "prime"))
     read = {
         "rewards": (REWARDS, VALID),
         "components": (jnp.stack([REWARDS, REWARDS], axis=-1), VALID),
@@ -50,6 +52,7 @@ def test_every_algorithm_of_the_configuration_is_made(name):
     values = np.asarray(plain.advantages(*read))
     assert values[0, 0] > values[0, 1]
     assert (plain.value_objective is not None) == (name == "ppo")
+    assert (plain.prm_objective is not None) == (name == "prime")
     if name != "distillation":
         with_kl = make_algorithm(replace(named(name), kl_coefficient=0.1), 4)
         assert with_kl.needs_reference
@@ -58,6 +61,38 @@ def test_every_algorithm_of_the_configuration_is_made(name):
             named(name), kl_coefficient=0.1, kl_estimator="k1", kl_weights="proximal"
         )
         assert make_algorithm(weighted, 4).needs_reference
+
+
+def test_the_scale_of_implicit_rewards_is_the_models_option():
+    ones = np.ones((1, 2), np.float32)
+    for prm, query, beta in (
+        (PrmConfig(), "", 0.05),
+        (PrmConfig(beta=0.5), "", 0.5),
+        (PrmConfig(scores="after"), "?beta=0.25", 0.25),
+    ):
+        made = make_algorithm(AlgorithmConfig("prime" + query), 4, prm=prm)
+        batch = TokenBatch(
+            **{name: np.ones((1, 2), np.int32) for name in ("tokens", "versions")},
+            positions=np.array([[0, 1]], np.int32),
+            ends=np.full((1, 2), 2, np.int32),
+            loss_mask=np.array([[False, True]]),
+            **dict.fromkeys(("advantages", "behavior_logprobs"), 0 * ones),
+            reference_logprobs=-ones,
+            labels=ones,
+        )
+        batch = jax.tree.map(jnp.asarray, batch)
+        found = made.prm_objective(Predictions(jnp.zeros((1, 2))), batch)
+        assert float(found.metrics["prm/answer_reward"].mean()) == pytest.approx(beta)
+    with pytest.raises(ConfigError, match=r"an option of the command gives beta, too"):
+        make_algorithm(AlgorithmConfig("prime?beta=1"), 4, prm=PrmConfig(beta=0.5))
+
+
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.5}, {"scores": "after"}, {"lora": AdapterConfig(rank=2)}]
+)
+def test_options_of_a_reward_model_are_prime_s(options):
+    with pytest.raises(ConfigError, match=r"^--prm\.\*: grpo has no implicit reward m"):
+        make_algorithm(AlgorithmConfig(), 4, prm=PrmConfig(**options))
 
 
 def test_a_shared_critic_is_part_of_the_objective():

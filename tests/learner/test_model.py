@@ -20,7 +20,7 @@ from jaxrl_post.envs.tasks.arithmetic import Arithmetic
 from jaxrl_post.examples.environment import make_environment
 from jaxrl_post.examples.texts import environment_tokenizer
 from jaxrl_post.learner import model
-from jaxrl_post.learner.critic import open_critic
+from jaxrl_post.learner.companion import open_companion
 from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.model import check_context, open_model, save_model, versions
 from jaxrl_post.learner.reference import open_reference
@@ -207,9 +207,9 @@ def test_sequences_beyond_the_context_of_a_model_beside_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"^--loss.reference{message}"):
         open_reference(model, learner, directory, "--loss.reference", longest=33)
     with pytest.raises(ConfigError, match=f"^--critic.model{message}"):
-        open_critic(critic, model, seed=0, longest=33)
+        open_companion(critic, model, seed=0, longest=33)
     open_reference(model, learner, directory, "--loss.reference", longest=32)
-    open_critic(critic, model, seed=0, longest=32)
+    open_companion(critic, model, seed=0, longest=32)
     # The model itself was checked before.
     open_reference(model, learner, None, "--loss.reference", longest=65)
 

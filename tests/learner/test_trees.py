@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_post import algorithms, models
 from jaxrl_post.algorithms import supervised
 from jaxrl_post.algorithms.preference import dpo
-from jaxrl_post.algorithms.reward_model import bradley_terry
+from jaxrl_post.algorithms.reward_model import bradley_terry, implicit_reward
 from jaxrl_post.algorithms.unpaired import kto
 from jaxrl_post.algorithms.whole_distributions import distribution_distillation
 from jaxrl_post.data import packing
@@ -52,7 +52,11 @@ def samples(*, pairs: bool) -> list[packing.Sequence]:
             made.append(
                 dataclasses.replace(
                     sequence,
-                    labels=np.full(count, label, np.float32) if pairs else None,
+                    labels=np.full(count, label, np.float32)
+                    if pairs
+                    else np.full(count, sample % 2, np.float32),
+                    answers=np.full(count, len(made) + 1, np.int32),
+                    groups=np.full(count, len(made) // SAMPLES + 1, np.int32),
                     truncated=None if pairs else sample == 0,
                 )
             )
@@ -77,9 +81,15 @@ def branching() -> list[packing.Sequence]:
             parts.append(turn if trained else Tokens.context(ids))
         tokens = Tokens.concatenate(parts)
         values = np.where(tokens.sampled, random.normal(), 0).astype(np.float32)
-        return packing.Sequence(tokens, values, truncated=bool(random.random() < 0.5))
+        cut = bool(random.random() < 0.5)
+        marks = {
+            "labels": np.full(len(tokens), len(made) // 4 % 2, np.float32),
+            "answers": np.full(len(tokens), len(made) // 4 + 1, np.int32),
+            "groups": np.full(len(tokens), len(made) // 12 + 1, np.int32),
+        }
+        return packing.Sequence(tokens, values, truncated=cut, **marks)
 
-    made = []
+    made: list[packing.Sequence] = []
     for _ in range(2):
         prompt = random.integers(0, 40, 5).tolist()
         for _ in range(3):
@@ -153,6 +163,13 @@ class Case:
         found = {"reference_point": jnp.full(batch.shape, 0.1)}
         if said.logprobs is not None:
             found["reference_logprobs"] = found["proximal_logprobs"] = said.logprobs
+            third = jax.tree.map(
+                lambda one, noise: one + 0.05 * noise,
+                tiny.params(self.config),
+                tiny.params(self.config, seed=3),
+            )
+            graded = pure.predict(Policy(self.config, temperature=0.9), third, batch)
+            found["prm_logprobs"] = graded.logprobs
         if said.values_after is not None and self.credit is not None:
             found["values_before"] = jnp.take_along_axis(
                 said.values_after, batch.previous, axis=1
@@ -166,11 +183,14 @@ PPO = algorithms.shared_backbone(
     algorithms.ppo(lambda_=0.9, value_lambda=0.8, gamma=0.95, bootstrap_truncated=True),
     coefficient=0.5,
 )
+PRIME = algorithms.prime(beta=3.0, gamma=0.9, bounded=True, whiten=True)
 CASES = {
     "grpo": Case(algorithms.grpo(kl_coefficient=0.1).objective),
     "dapo": Case(algorithms.dapo().objective),
     "gspo": Case(algorithms.gspo().objective),
     "ppo with a critic": Case(PPO.objective, "lm+value", credit=PPO.credit),
+    "prime": Case(PRIME.objective, credit=PRIME.credit),
+    "implicit reward": Case(implicit_reward(beta=0.3)),
     "sft": Case(supervised.next_token),
     "dpo": Case(dpo(beta=0.3).objective, pairs=True),
     "kto": Case(kto(beta=0.3).objective, pairs=True),
@@ -240,7 +260,9 @@ def _several_tiles(monkeypatch):
 # others divide and share is one of these.
 @pytest.mark.parametrize(
     "name",
-    daily(CASES, ["grpo", "ppo with a critic", "distillation"]),
+    daily(
+        CASES, ["grpo", "ppo with a critic", "prime", "implicit reward", "distillation"]
+    ),
 )
 def test_trees_train_as_rows_that_repeat_the_prompt(name):
     assert_equal(outcome(name, True), outcome(name, False))
@@ -251,8 +273,17 @@ def test_trees_train_as_rows_that_repeat_the_prompt(name):
 @pytest.mark.parametrize(
     "name",
     daily(
-        ["grpo", "dapo", "gspo", "ppo with a critic", "sft", "distillation"],
-        ["grpo", "ppo with a critic", "sft"],
+        [
+            "grpo",
+            "dapo",
+            "gspo",
+            "ppo with a critic",
+            "prime",
+            "implicit reward",
+            "sft",
+            "distillation",
+        ],
+        ["grpo", "ppo with a critic", "prime", "implicit reward", "sft"],
     ),
 )
 def test_branches_train_as_rows_that_repeat_turns(name):
@@ -272,6 +303,7 @@ EVERY_DAY = {
     ("distillation", "fsdp4,tp2"),
     ("grpo", "dp2,cp2,tp2"),
     ("kto", "pp2,dp4"),
+    ("implicit reward", "fsdp2,cp4"),
 }
 
 

@@ -71,6 +71,9 @@ def _tokens(seed: int) -> dict[str, Array]:
         "tokens": jnp.array(rng.integers(0, 2, shape), jnp.int32),
         "turns": jnp.array(rng.integers(0, 5, shape), jnp.int32),
         "prompts": prompts,
+        # Two answers a row, which belong to two groups and have parts in other rows.
+        "answers": jnp.where(ids > 0, ids + 2 * (jnp.arange(ROWS)[:, None] % 2), 0),
+        "answer_groups": jnp.where(ids > 0, ids, 0),
         "prompt_tokens": counts,
         "teacher": teacher,
         "student": student,

@@ -17,6 +17,7 @@ from jaxrl_post.losses import (
     distill,
     distribution_kl,
     entropy,
+    implicit,
     kl,
     logprobs,
     margins,
@@ -346,6 +347,15 @@ _SEQUENCE_CASES = (
     Case(returns.reinforce_plus_plus, "a mask ids", {"gamma": 0.9}, "", "rows", WHOLE),
     Case(returns.process_normalized, "step_rewards step_ends step_mask"),
     Case(returns.turn_returns, "rewards turn_mask", {"gamma": 0.9}),
+    Case(implicit.implicit_rewards, "p q mask", BETA, "p"),
+    Case(implicit.implicit_reward_loss, "p q unit mask ids", BETA, "p"),
+    Case(
+        implicit.leave_one_out_returns,
+        "a mask ids answers answer_groups",
+        {"gamma": 0.9},
+        parts="own",
+    ),
+    Case(implicit.bounded_by_return, "a mask ids", parts="own"),
     Case(returns.spread_turns, "rewards turns", through="rewards"),
     *(
         Case(

@@ -6,6 +6,7 @@ __all__ = ["LOSSES"]
 
 POLICY = "losses/test_policy.py losses/test_policy_variants.py"
 RETURNS = "losses/test_returns.py"
+IMPLICIT = "losses/test_implicit.py algorithms/test_prime.py"
 SEQUENCE = "losses/test_sequences.py losses/test_ratios.py losses/test_reduce.py"
 
 LOSSES = [
@@ -141,6 +142,69 @@ LOSSES = [
         "last = mask & ~_followed(mask, ids)",
         "last = mask",
         RETURNS,
+    ),
+    Fault(
+        "reference and implicit reward model are exchanged",
+        "losses/credit/implicit.py::implicit_rewards",
+        "beta * (counted(prm_logprobs, mask) - reference)",
+        "beta * (reference - counted(prm_logprobs, mask))",
+        IMPLICIT,
+    ),
+    Fault(
+        "an outcome's label is flipped",
+        "losses/credit/implicit.py::implicit_reward_loss",
+        "process_reward_loss(logits, labels, mask)",
+        "process_reward_loss(logits, 1 - labels, mask)",
+        IMPLICIT,
+    ),
+    Fault(
+        "a process return begins at the next token",
+        "losses/credit/implicit.py::leave_one_out_returns",
+        "discounted_returns(centred, mask, segment_ids, gamma=gamma)",
+        "discounted_returns(centred, mask, segment_ids, gamma=gamma) - centred",
+        IMPLICIT,
+    ),
+    Fault(
+        "the baseline has the own answer too",
+        "losses/credit/implicit.py::leave_one_out_returns",
+        "(total(means, group)[group] - means) / jnp.maximum(others, 1.0)",
+        "total(means, group)[group] / (others + 1.0)",
+        IMPLICIT,
+    ),
+    Fault(
+        "long answers weigh more in the baseline",
+        "losses/credit/implicit.py::leave_one_out_returns",
+        "total(rewards, ids) / jnp.maximum(tokens, 1.0)",
+        "total(rewards, ids)",
+        IMPLICIT,
+    ),
+    Fault(
+        "the largest return is that of a single token",
+        "losses/credit/implicit.py::bounded_by_return",
+        "jnp.abs(returns).max()",
+        "jnp.abs(rewards).max()",
+        IMPLICIT,
+    ),
+    Fault(
+        "a tool's tokens have process rewards",
+        "algorithms/token_credit.py::prime.credit",
+        "mask = in_sequence(batch.loss_mask, batch.ends)",
+        "mask = batch.ends > 0",
+        "algorithms/test_prime.py",
+    ),
+    Fault(
+        "a tool's tokens are part of an answer's implicit reward",
+        "algorithms/reward_model.py::implicit_reward.objective",
+        "mask = in_sequence(batch.loss_mask, batch.ends)",
+        "mask = batch.ends > 0",
+        "algorithms/test_prime.py",
+    ),
+    Fault(
+        "process rewards take the outcome's place",
+        "algorithms/token_credit.py::prime.credit",
+        "raw = counted(batch.advantages, mask) + process_weight * process",
+        "raw = process_weight * process",
+        "algorithms/test_prime.py",
     ),
     Fault(
         "whitening divides by the variance",

@@ -279,9 +279,9 @@ SAMPLER = [
     ),
     Fault(
         "the reference is scored among the tokens that the policy kept",
-        "learner/updater.py::Updater._scored",
-        "whole = batch.replace(kept=None, experts=None)",
-        "whole = batch.replace(kept=batch.kept)",
+        "learner/updater.py::_whole",
+        "batch.replace(kept=None, experts=None)",
+        "batch.replace(kept=batch.kept)",
         "programs/test_mismatch.py",
     ),
     Fault(

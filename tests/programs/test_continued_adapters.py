@@ -20,11 +20,12 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PreferenceConfig
 from jaxrl_post.config.plan import PlanConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.run import CheckpointConfig, RunConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.learner.adapters import continued, with_adapter
-from jaxrl_post.learner.critic import open_critic
+from jaxrl_post.learner.companion import open_companion
 from jaxrl_post.learner.model import Model, save_model
 from jaxrl_post.learner.reference import open_reference
 from jaxrl_post.models import param_specs
@@ -204,8 +205,11 @@ def test_what_is_no_adapter_of_this_model_is_refused(adapter, base, tmp_path):
 def test_it_is_for_the_policy_of_a_run(adapter):
     lora = AdapterConfig(path=str(adapter), rank=2)
     ppo = RLConfig(critic=CriticConfig(lora=lora))
-    with pytest.raises(ConfigError, match=r"--critic\.lora\.path: a critic's adapter"):
+    with pytest.raises(ConfigError, match=r"--critic\.lora\.path: its adapter is al"):
         check_options(ppo)
+    prime = RLConfig(prm=PrmConfig(lora=lora))
+    with pytest.raises(ConfigError, match=r"--prm\.lora\.path: its adapter is always"):
+        check_options(prime)
     plan = PlanConfig("tiny", "v5e:4x4", lora=lora)
     with pytest.raises(ConfigError, match=r"--lora\.path: is for a run"):
         fetch(plan, console=QUIET, weights=False)
@@ -221,13 +225,14 @@ def test_another_adapter_is_noticed_and_it_is_not_overwritten(adapter):
         check_inputs_are_kept(fetched.config, adapter.parent)
 
 
-def test_a_critic_that_begins_as_the_policy_begins_as_the_continued_one(
-    adapter, base, tmp_path
+@pytest.mark.parametrize("companion", [CriticConfig(), PrmConfig()])
+def test_what_begins_as_the_policy_begins_as_the_continued_one(
+    adapter, base, tmp_path, companion
 ):
     expected = write_adapter(tmp_path / "again", base)
     model = opened(going_on(tmp_path / "again"))
-    critic = open_critic(CriticConfig(), model, seed=0, longest=16)
-    found = critic.params.layers[0].mlp.down
+    begun = open_companion(companion, model, seed=0, longest=16)
+    found = begun.params.layers[0].mlp.down
     np.testing.assert_allclose(found, expected.layers[0].mlp.down, rtol=1e-6)
 
 

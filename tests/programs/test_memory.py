@@ -14,6 +14,7 @@ from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.lora import AdapterConfig
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RewardModelConfig, RLConfig
 from jaxrl_post.programs import offline, online, run
 from jaxrl_post.types import PyTree
@@ -31,6 +32,13 @@ RUNS = {
     },
     "critic_of_its_own": {
         "algorithm": AlgorithmConfig("ppo"), "rollout": {"weights": "int8"},
+    },
+    "implicit_reward_model": {
+        "algorithm": AlgorithmConfig("prime"), "dtype": "bfloat16",
+    },
+    "implicit_reward_model_over_one_base": {
+        "algorithm": AlgorithmConfig("prime"), "lora": RANK2,
+        "prm": PrmConfig(lora=RANK2),
     },
     "codes_under_an_adapter": {
         "lora": dataclasses.replace(RANK2, quantize="int8", dora=True),
@@ -136,14 +144,14 @@ def _compare(config: RLConfig, told: dict) -> None:
         same(told["reference"], updater.reference.params)
         shared = told["reference"] is told["model"].base
         assert shared == (updater.reference.params is updater.model.base)
-    assert (told["critic"] is None) == (updater.critic is None)
-    if updater.critic is not None:
-        critic = updater.critic
-        base = critic.model.adaptation and critic.model.base
-        same(told["critic"], (critic.state, base))
+    assert list(told["companions"]) == [each.name for each in updater.companions]
+    for each in updater.companions:
+        base = each.model.adaptation and each.model.base
+        found = told["companions"][each.name]
+        same(found, (each.state, base))
         # The same arrays are shared, so that the table counts them once.
-        assert _shared(told["critic"], told["model"].base) == _shared(
-            (critic.state, base), updater.model.base
+        assert _shared(found, told["model"].base) == _shared(
+            (each.state, base), updater.model.base
         )
     judge = trainer.experience.judge
     assert (told["judge"] is None) == (judge is None)

@@ -22,7 +22,7 @@ from jaxrl_post.config.errors import ConfigError
 from jaxrl_post.config.fields import fields_of
 from jaxrl_post.config.offline import PairsConfig, PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
-from jaxrl_post.config.reward_model import RewardModelConfig
+from jaxrl_post.config.reward_model import PrmConfig, RewardModelConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import CheckpointConfig, EvalConfig, WarmStartConfig
@@ -383,6 +383,7 @@ def test_the_length_in_epochs_is_checked_with_the_data(tmp_path):
             "--algorithm.reference",
         ),
         ({"name": "ppo"}, "--critic.model"),
+        ({"name": "prime"}, "--prm.model"),
         ({}, "--rollout.draft"),
     ],
 )
@@ -393,6 +394,8 @@ def test_a_model_that_is_not_there_is_refused_before_a_warm_start(
     if option == "--critic.model":
         critic = dataclasses.replace(config.critic, model="no/such/place")
         config = dataclasses.replace(config, critic=critic)
+    if option == "--prm.model":
+        config = dataclasses.replace(config, prm=PrmConfig(model="no/such/place"))
     if option == "--rollout.draft":
         rollout = dataclasses.replace(config.rollout, draft="no/such/place", guesses=3)
         config = dataclasses.replace(config, rollout=rollout)
@@ -475,6 +478,7 @@ def test_a_prompt_for_which_no_room_is_left_blames_the_completion(tmp_path):
         ("draft", "--rollout.draft: the tokenizer of .* has other ids than"),
         ("reference", "--algorithm.reference: the tokenizer of .* has other ids than"),
         ("critic", "--critic.model: the tokenizer of .* has other ids than"),
+        ("prm", "--prm.model: the tokenizer of .* has other ids than"),
     ],
 )
 @pytest.mark.usefixtures("no_warm_start")
@@ -498,6 +502,10 @@ def test_a_model_that_does_not_fit_is_refused_before_a_warm_start(
         "critic": {
             "algorithm": AlgorithmConfig("ppo"),
             "critic": CriticConfig(model=str(other)),
+        },
+        "prm": {
+            "algorithm": AlgorithmConfig("prime"),
+            "prm": PrmConfig(model=str(other)),
         },
     }
     config = dataclasses.replace(WARM, run_dir=str(tmp_path / "run"), **changes[option])

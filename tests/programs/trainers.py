@@ -14,6 +14,7 @@ from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.algorithm import AlgorithmConfig, DistillConfig
 from jaxrl_post.config.offline import PreferenceConfig, SFTConfig
 from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import EvalConfig, UpdateConfig
@@ -84,11 +85,15 @@ class Watched(Learner):
 
 @functools.cache
 def _parts(
-    algorithm: AlgorithmConfig, distill: DistillConfig, exact: bool, kept_ids: int
+    algorithm: AlgorithmConfig,
+    distill: DistillConfig,
+    prm: PrmConfig,
+    exact: bool,
+    kept_ids: int,
 ) -> tuple[Algorithm, Watched, Engine]:
     """Compiled parts: made once for every algorithm."""
     model = make_model()
-    made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill)
+    made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill, prm=prm)
     learner, _ = begin_training(
         model, made.objective, RL.optimizer, RL.update, num_steps=100, exact=exact
     )
@@ -105,7 +110,7 @@ def make_trainer(
 ) -> OnlineTrainer:
     """A trainer at step 0. Sizes and optimizer must equal RL's."""
     algorithm, learner, engine = _parts(
-        config.algorithm, config.distill, config.exact, config.kept_ids
+        config.algorithm, config.distill, config.prm, config.exact, config.kept_ids
     )
     model = make_model()
     jax.set_mesh(learner.mesh)

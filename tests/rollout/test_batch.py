@@ -297,3 +297,54 @@ def test_the_longest_turn_is_shaped_by_its_own_length():
     seen = []
     batch.advantages(greedy, lambda f: seen.append(f) or f.rewards, over_four)
     np.testing.assert_array_equal(seen[0].greedy, [5])
+
+
+def test_outcomes_are_labels_of_answers_with_numbers():
+    values = batch.advantages(GROUPS, estimate)
+    assert all(each.labels is None for each in batch.sequences(GROUPS, values))
+    outcomes = np.array([[1, 0, 0, 0.5], [0, 0, 1, 0]], np.float32)
+    made = batch.sequences(GROUPS, values, outcomes=outcomes)
+    found = {}
+    for sequence in made:
+        name, mask = int(sequence.ids[0]), sequence.loss_mask
+        arrays = (sequence.labels, sequence.answers, sequence.groups)
+        assert [array.dtype for array in arrays] == [np.float32, np.int32, np.int32]
+        assert not any(array[~mask].any() for array in arrays)
+        (label,), (answer,), (group,) = (set(a[mask].tolist()) for a in arrays)
+        found[name // 100, name % 100 // 10] = label, answer, group
+    # Numbers are dense though a rollout failed.
+    assert found == {
+        (1, 0): (1.0, 1, 1), (1, 1): (0.0, 2, 1), (1, 3): (0.5, 3, 1),
+        (2, 0): (0.0, 4, 2), (2, 1): (0.0, 5, 2), (2, 2): (1.0, 6, 2),
+        (2, 3): (0.0, 7, 2),
+    }  # fmt: skip
+
+
+def test_the_sequences_of_an_episode_are_one_answer():
+    episode = dataclasses.replace(GROUPS[0].episodes[0], segments=(1,))
+    group = Group(1, (episode, *GROUPS[0].episodes[1:]))
+    values = np.zeros((1, 4), np.float32)
+    outcomes = np.array([[1, 0, 0, 0]], np.float32)
+    made = batch.sequences([group], values, outcomes=outcomes)
+    assert [max(each.answers.tolist()) for each in made] == [1, 1, 2, 3]
+    assert [max(each.labels.tolist()) for each in made] == [1, 1, 0, 0]
+
+
+def test_marks_of_an_answer_come_through_packing():
+    values = batch.advantages(GROUPS, estimate)
+    outcomes = np.array([[1, 0, 0, 0.5], [0, 0, 1, 0]], np.float32)
+    made = batch.sequences(GROUPS, values, outcomes=outcomes)
+    for units in (made, packing.trees(made)):
+        packed = packing.pack(units, 24, 2)
+        assert packed.answers.dtype == packed.groups.dtype == np.int32
+        at = {}
+        for row, place in np.argwhere(packed.loss_mask):
+            token = int(packed.tokens[row, place])
+            at[token // 100, token % 100 // 10] = (
+                float(packed.labels[row, place]),
+                int(packed.answers[row, place]),
+                int(packed.groups[row, place]),
+            )
+        assert at[1, 3] == (0.5, 3, 1)
+        assert at[2, 2] == (1.0, 6, 2)
+        assert len(at) == 7

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrl_post.learner.credit import outcome_labels
 from jaxrl_post.rollout import Episode, Group, Turn, batch
 from jaxrl_post.tokens import Tokens
 from tests.rollout.test_batch import centred, estimate
@@ -150,6 +151,19 @@ def test_each_sequence_of_an_agent_is_marked_by_its_own_last_turn(cut):
     group = Group(1, (dataclasses.replace(whole, turns=turns),))
     made = batch.sequences([group], np.zeros((1, 1), np.float32), mark_truncated=True)
     assert [sequence.truncated for sequence in made] == [1 in cut, 2 in cut]
+
+
+def test_each_player_has_an_outcome_and_a_group_of_its_own():
+    # The player b loses where a wins, and is compared with b alone.
+    group = Group(1, (game(0, 1.0), game(1, -1.0)))
+    labels = outcome_labels([group], 1.0)
+    np.testing.assert_array_equal(labels, [[[1, 1, 0], [0, 0, 1]]])
+    made = batch.sequences([group], labels, outcomes=labels)
+    found = [
+        tuple(a[s.loss_mask].tolist()[0] for a in (s.labels, s.answers, s.groups))
+        for s in made
+    ]
+    assert found == [(1.0, 1, 1), (0.0, 2, 2), (0.0, 3, 1), (1.0, 4, 2)]
 
 
 def test_an_answer_that_was_cut_marks_its_players_sequence():

@@ -6,6 +6,7 @@ builds a `Tree`. In a row, a tree is written in depth-first order, and `TokenBat
 says which tokens see which.
 """
 
+from jaxrl_post.data.packing.minibatches import pack_minibatches
 from jaxrl_post.data.packing.rows import largest_row, pack, pack_microbatches
 from jaxrl_post.data.packing.sharing import by_context, trees
 from jaxrl_post.data.packing.units import Sequence, Tree, Unit, num_tokens
@@ -19,5 +20,6 @@ __all__ = [
     "num_tokens",
     "pack",
     "pack_microbatches",
+    "pack_minibatches",
     "trees",
 ]

@@ -189,11 +189,11 @@ def pack(
     height = max(1, -(-len(rows) // row_multiple)) * row_multiple
     batch = _empty(height, length)
     members = [sequence for unit in units for sequence in _sequences(unit)]
-    given: dict[str, Any] = {
-        field: np.zeros((height, length), np.float32)
-        for name, field in OPTIONAL.items()
-        if any(getattr(each, name) is not None for each in members)
-    }
+    given: dict[str, Any] = {}
+    for name, field in OPTIONAL.items():
+        arrays = (getattr(each, name) for each in members)
+        if (first := next((a for a in arrays if a is not None), None)) is not None:
+            given[field] = np.zeros((height, length), first.dtype)
     if "labels" in given and any(each.labels is None for each in members):
         raise ValueError("pack: all sequences must have labels, or none of them")
     if any(each.truncated is not None for each in members):

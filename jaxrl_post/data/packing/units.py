@@ -10,7 +10,10 @@ from jaxrl_post.tokens import Tokens
 __all__ = ["OPTIONAL", "Sequence", "Tree", "Unit", "num_tokens"]
 
 # Arrays of a sequence that may be missing, and their names in a batch.
-OPTIONAL = {"rewards": "token_rewards", "labels": "labels", "margins": "margins"}
+OPTIONAL = {
+    "rewards": "token_rewards", "labels": "labels", "margins": "margins",
+    "answers": "answers", "groups": "groups",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class Sequence:
             None for other algorithms.
         labels: float32 [tokens], as `TokenBatch.labels`; None without labels.
         margins: float32 [tokens], as `TokenBatch.margins`; None without margins.
+        answers: int32 [tokens], as `TokenBatch.answers`; None for algorithms that do
+            not read them.
+        groups: int32 [tokens], as `TokenBatch.groups`; None without `answers`.
         truncated: whether the end was cut off; None if the algorithm does not need it.
     """
 
@@ -33,6 +39,8 @@ class Sequence:
     rewards: np.ndarray | None = None
     labels: np.ndarray | None = None
     margins: np.ndarray | None = None
+    answers: np.ndarray | None = None
+    groups: np.ndarray | None = None
     truncated: bool | None = None
 
     def __post_init__(self) -> None:

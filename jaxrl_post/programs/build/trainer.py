@@ -4,17 +4,17 @@ import functools
 from typing import TYPE_CHECKING
 
 from jaxrl_post.algorithms import Algorithm
-from jaxrl_post.config.horizon import optimizer_steps
+from jaxrl_post.config.horizon import CRITIC, POLICY, PRM, optimizer_steps
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment
 from jaxrl_post.examples.demonstrations import Demonstrations
-from jaxrl_post.learner.critic import open_critic
+from jaxrl_post.learner.companion import Companion, open_companion
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Sync, beside_teacher, open_reference
 from jaxrl_post.learner.state import TrainState
-from jaxrl_post.learner.updater import Critic, Updater, longest_sequence
+from jaxrl_post.learner.updater import Updater, longest_sequence
 from jaxrl_post.programs.build.devices import split_devices
 from jaxrl_post.programs.build.judge import open_judge
 from jaxrl_post.programs.experience import Experience, make_buffer
@@ -42,7 +42,7 @@ def make_updater(
     *,
     begun: tuple[Learner, TrainState] | None = None,
 ) -> Updater:
-    """Makes what trains the policy, with its critic and its reference.
+    """Makes what trains the policy, the models next to it, and its reference.
 
     Args:
         config: of the run.
@@ -52,45 +52,42 @@ def make_updater(
         begun: learner and state of the policy, if they were made before.
 
     Raises:
-        ConfigError: a critic or a reference cannot be opened.
+        ConfigError: a model cannot be opened.
     """
-    policy_steps, critic_steps = optimizer_steps(config)
-    longest = longest_sequence(config)
+    steps, longest = optimizer_steps(config), longest_sequence(config)
     begin = functools.partial(
         begin_training,
         update=config.update,
         temperature=config.rollout.temperature,
         kernels=config.kernels,
     )
-    critic = None
-    if algorithm.value_objective is not None:
-        value_model = open_critic(
-            config.critic, model, seed=config.seed, longest=longest
-        )
-        learner, state = begin(
-            value_model,
-            algorithm.value_objective,
-            config.critic.optimizer,
-            num_steps=critic_steps,
-        )
-        critic = Critic(value_model, learner, state)
+    companions: dict[str, Companion] = {}
+    for name, objective, options, option in (
+        ("critic", algorithm.value_objective, config.critic, CRITIC),
+        ("prm", algorithm.prm_objective, config.prm, PRM),
+    ):
+        if objective is None:
+            continue
+        opened = open_companion(options, model, seed=config.seed, longest=longest)
+        made = begin(opened, objective, options.optimizer, num_steps=steps[option])
+        companions[name] = Companion(name, opened, *made)
     learner, state = begun or begin(
         model,
         algorithm.objective,
         config.optimizer,
-        num_steps=policy_steps,
+        num_steps=steps[POLICY],
         exact=config.exact,
         replay=config.rollout.router_replay,
     )
-    reference, options = None, config.algorithm
+    reference, chosen = None, config.algorithm
     if algorithm.needs_reference or algorithm.divergence is not None:
         reference = open_reference(
             model,
             learner,
-            options.reference,
+            chosen.reference,
             "--algorithm.reference",
             longest=longest,
-            sync=Sync(options.reference_sync_steps, options.reference_mixup),
+            sync=Sync(chosen.reference_sync_steps, chosen.reference_mixup),
         )
     if reference is not None and algorithm.divergence is not None:
         learner = beside_teacher(
@@ -106,7 +103,7 @@ def make_updater(
         learner=learner,
         state=state,
         reference=reference,
-        critic=critic,
+        **companions,
         environment=environment.name,
     )
 

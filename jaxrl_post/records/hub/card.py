@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -28,8 +28,17 @@ __all__ = ["CARD", "Part", "converted_card", "front_matter", "run_card", "run_ca
 CARD = "README.md"
 
 # The directories that a run saves.
-type Part = Literal["model", "adapter", "critic", "critic_adapter"]
-PARTS: tuple[Part, ...] = ("model", "adapter", "critic", "critic_adapter")
+type Part = Literal[
+    "model", "adapter", "critic", "critic_adapter", "prm", "prm_adapter"
+]
+PARTS: tuple[Part, ...] = get_args(Part.__value__)
+# Models that were trained next to the policy.
+COMPANIONS = {
+    "critic": "critic of a run of {}: its value model, which predicts the reward of an "
+    "unfinished answer",
+    "prm": "implicit reward model of a run of {}: a language model whose log-ratio to "
+    "the run's reference is the reward of a token",
+}
 
 # Keys of a card's metadata that say how the base, and what is made of it, may be used.
 LICENSE = ("license", "license_name", "license_link")
@@ -110,7 +119,7 @@ def run_card(
         bases: local directories of the model with which the run began; the first that
             has a card says what its license is.
         part: the directory.
-        note: a sentence about the saved model; not for a critic.
+        note: a sentence about the saved model; not for one next to the policy.
 
     Returns:
         Markdown, with metadata in YAML before it.
@@ -130,12 +139,14 @@ def run_card(
         "tags": ["jaxrl_post", *dict.fromkeys([method, *_tags(description, part)])],
         **{key: base[key] for key in LICENSE if _text(base.get(key))},
     }
-    if part.startswith("critic"):
-        del metadata["pipeline_tag"]
+    companion = part.removesuffix("_adapter")
+    if companion in COMPANIONS:
+        if companion == "critic":
+            del metadata["pipeline_tag"]
+        told = COMPANIONS[companion].format(f"`{_program(description)}`")
         body = [
-            f"The {'adapter of the ' if is_adapter else ''}critic of a run of "
-            f"`{_program(description)}`: its value model, which predicts the reward of "
-            "an unfinished answer. The card of the trained model says how the run went."
+            f"The {'adapter of the ' if is_adapter else ''}{told}. The card of the "
+            "trained model says how the run went."
         ]
     else:
         body = _told_run(description, rows, known, part)
@@ -295,6 +306,7 @@ def _tags(description: RunDescription, part: Part) -> list[str]:
     tags = ["reinforcement-learning"] if "rollout" in description.config else []
     tags += ["process-reward-model"] if description.head == "process" else []
     tags += ["lora"] if part.endswith("adapter") else []
+    tags += ["process-reward-model"] if part.startswith("prm") else []
     return tags + (["critic"] if part.startswith("critic") else [])
 
 

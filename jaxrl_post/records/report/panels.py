@@ -142,6 +142,14 @@ SECTIONS = (
         ),
     ),
     (
+        "Implicit reward model",
+        (
+            Panel("prm/accuracy", "Accuracy on outcomes", notation.percent),
+            Panel("prm/loss", "Its loss"),
+            Panel("prm/process_reward_std", "Spread of process rewards"),
+        ),
+    ),
+    (
         "Preferences",
         (
             Panel("preference/accuracy", "Accuracy"),
@@ -287,6 +295,7 @@ PHASES = (
     ("time/rollout", "rollout"),
     ("time/reward", "reward"),
     ("time/logprobs", "log-probs"),
+    ("time/prm", "reward model"),
     ("time/train", "train"),
     ("time/publish", "publish"),
     ("time/checkpoint", "checkpoint"),
