@@ -150,6 +150,9 @@ class PlanConfig:
         remat: what the forward pass of a layer keeps for the backward pass, as
             --update.remat of a run.
         scan_layers: compile layers that repeat once, as --update.scan-layers of a run.
+        stage_rounds: with pp in `mesh`, chunks of layers of a pipeline stage, as
+            --update.stage-rounds of a run; None for as many as the layers allow. More
+            `rows` are --update.stage-groups.
         dtype: dtype of the parameters; below float32 the optimizer has float32 masters
             of those that it trains.
         lora: adapter that is trained in place of the model, in float32.
@@ -188,6 +191,7 @@ class PlanConfig:
     row_tokens: Annotated[int, ANY] = 4096
     remat: Literal["none", "dots", "full"] = "full"
     scan_layers: bool = False
+    stage_rounds: Annotated[int | None, COUNT] = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: PlannedOptimizer = field(default_factory=PlannedOptimizer)

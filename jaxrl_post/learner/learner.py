@@ -28,7 +28,7 @@ from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
-from jaxrl_post.models.stack import stage_schedule
+from jaxrl_post.models.stack import staged_span
 from jaxrl_post.models.vision import for_devices
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
 from jaxrl_post.sharding.stages import STAGE_AXIS
@@ -430,7 +430,7 @@ def _check_stages(model: Model, update: UpdateConfig) -> None:
     stages = model.mesh.shape[STAGE_AXIS]
     if stages > 1:
         try:
-            stage_schedule(model.config, stages, update.stage_rounds, 1)
+            staged_span(model.config, stages, update.stage_rounds)
         except ValueError as error:
             raise ConfigError(f"--{error}") from error
     elif (update.stage_rounds, update.stage_groups) != (None, 1):

@@ -34,7 +34,7 @@ from jaxrl_post.messages import PICTURE
 from jaxrl_post.models import DecoderParams, Head, ModelConfig
 from jaxrl_post.models.adapters.lora import LoRAConfig, adapted, merged
 from jaxrl_post.models.spec import is_spec
-from jaxrl_post.models.stack import stage_schedule
+from jaxrl_post.models.stack import staged_span
 from jaxrl_post.models.vision_params import VisionParams
 from jaxrl_post.pretrained.directory import CONFIG_FILE, read_config_file
 from jaxrl_post.pretrained.errors import CheckpointError
@@ -273,7 +273,7 @@ def describe_model(
         )
     if (stages := device_mesh.shape.get(STAGE_AXIS, 1)) > 1:
         try:
-            stage_schedule(config, stages, None, 1)
+            staged_span(config, stages)
         except ValueError as error:
             raise MeshError(f"--{error}, for {option} {name}") from error
     if config.selects and split_size("context", device_mesh, rules) > 1:

@@ -33,7 +33,7 @@ __all__ = [
     "Stack",
     "repetitions",
     "run_layers",
-    "stage_schedule",
+    "staged_span",
 ]
 
 # Activations of a layer that are kept for the backward pass: all; only the results of
@@ -164,7 +164,7 @@ def run_layers(
     ]
     flow, staged = Flow(hidden, None), None
     if kv_view is None and _stages() > 1:
-        staged = _staged_span(config, stack.num_levels, execution.rounds)
+        staged = staged_span(config, _stages(), execution.rounds, stack.num_levels)
     spans = _spans(config, stack, execution, kv_view, staged)
     if staged is not None or any(span.repeats > 1 for span in spans):
         flow = flow._replace(choice=no_choice(config, stack.facts[0].shape))
@@ -177,18 +177,6 @@ def run_layers(
             view, remat = kv_view, execution.remat
             flow = _unrolled(config, stack.layers, places, span, flow, (remat, view))
     return flow
-
-
-def stage_schedule(
-    config: ModelConfig, stages: int, rounds: int | None, groups: int
-) -> Schedule:
-    """The schedule of a model's layers; see `Execution.rounds`.
-
-    Raises:
-        ValueError: the stages are more than repeated layers.
-    """
-    span = _staged_span(config, 0, rounds, stages)
-    return Schedule(stages, span.repeats // stages, groups)
 
 
 def _stages() -> int:
@@ -376,11 +364,20 @@ def _at(tree: PyTree, index: Array) -> PyTree:
     )
 
 
-def _staged_span(
-    config: ModelConfig, num_levels: int, rounds: int | None, stages: int | None = None
+def staged_span(
+    config: ModelConfig, stages: int, rounds: int | None = None, num_levels: int = 0
 ) -> Span:
-    """The most layers that can run on stages, as a repeat a chunk."""
-    stages = _stages() if stages is None else stages
+    """The most layers that can run on stages, as a repeat a chunk.
+
+    Args:
+        config: the model's config.
+        stages: number of stages.
+        rounds: as `Execution.rounds`.
+        num_levels: layers, from the first on, that add a level of pictures.
+
+    Raises:
+        ValueError: the stages are more than repeated layers.
+    """
     best = Span(0, 0, 0)
     for first, period, repeats in repetitions(config, num_levels):
         chunks = stages * (repeats // stages if rounds is None else rounds)

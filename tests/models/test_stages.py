@@ -18,7 +18,7 @@ from jaxrl_post.models import (
     forward_with_routing,
     param_specs,
 )
-from jaxrl_post.models.stack import Execution, stage_schedule
+from jaxrl_post.models.stack import Execution, staged_span
 from jaxrl_post.sharding import DEFAULT_RULES, Chunks, create_mesh, named_shardings
 from tests import tiny
 from tests.models import test_recurrent, test_selection, test_shared_keys
@@ -151,9 +151,9 @@ def _at(tree, path):
 
 def test_too_many_stages_are_refused():
     with pytest.raises(ValueError, match="has 3; take fewer stages"):
-        stage_schedule(changed(num_layers=3), 4, None, 1)
+        staged_span(changed(num_layers=3), 4)
     with pytest.raises(ValueError, match="fewer rounds"):
-        stage_schedule(changed(num_layers=6), 2, 4, 1)
+        staged_span(changed(num_layers=6), 2, 4)
 
 
 def test_rows_that_the_stages_do_not_divide_are_refused():

@@ -20,6 +20,7 @@ from jaxrl_post.sampler import EngineConfig, Request, batches
 from jaxrl_post.sampler.jitted import DeviceFunctions
 from jaxrl_post.sampler.scheduler import Scheduler
 from jaxrl_post.sharding import DEFAULT_RULES, create_mesh
+from jaxrl_post.sharding.stages import Schedule
 from jaxrl_post.types import TokenBatch
 
 BF16 = jnp.dtype("bfloat16")
@@ -361,3 +362,31 @@ def test_xla_counts_a_training_pass_alike(name, remat):
     found = xla_flops(jax.jit(accumulate), params, total, batch)
     expected = work(config).accumulate(*shape, 1024, remat, scan=False).flops
     assert expected < found < 1.1 * expected
+
+
+@pytest.mark.meshes
+def test_stages_wait_and_pass_on_by_hand():
+    """Two stages of a layer each, two microbatches: 3 ticks, one of them idle."""
+    staged, plain = work(DENSE, "pp2,dp4"), work(DENSE, "dp8")
+    schedule = staged.schedule(8)
+    assert schedule == Schedule(stages=2, rounds=1, groups=1)
+    found, whole = (
+        model.accumulate(8, 16, 0.0, "none", scan=False) for model in (staged, plain)
+    )
+    layer, table = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256, 512 * 128
+    # A forward and a backward pass of two layers; 16 tokens see 16 keys in 8 heads.
+    layers = 3 * 2 * (2 * 16 * layer + 2 * 16 * 16 * 8 * 2 * 16)
+    assert found.flops - whole.flops == pytest.approx(0.5 * layers)
+    # Three exchanges a tick of the 16 tokens of a microbatch; half of a stage's layer,
+    # which the other stage holds; forward and backward.
+    passed = 2 * (3 * 3 * 16 * 128 + layer / 2)
+    # Both tables are gathered, and gradients are summed over dp.
+    tables = 2 * table / 2
+    summed = 2 * (1 - 1 / 4) * (2 * layer + table) / 2
+    assert found.received == 2 * (passed + tables + summed)
+
+
+@pytest.mark.meshes
+def test_more_rows_of_a_device_are_groups_of_microbatches():
+    assert work(DENSE, "pp2,dp4").schedule(24).groups == 3
+    assert work(DENSE, "dp8").schedule(24) is None

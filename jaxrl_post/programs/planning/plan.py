@@ -46,8 +46,13 @@ from jaxrl_post.programs.planning.prediction import (
 )
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.sampling import make_sampler
-from jaxrl_post.programs.planning.training import counts, make_trainer
+from jaxrl_post.programs.planning.training import (
+    counts,
+    make_trainer,
+    trainer_schedule,
+)
 from jaxrl_post.sharding import create_mesh
+from jaxrl_post.sharding.stages import Schedule
 
 __all__ = ["HBM_GIB", "plan", "programs"]
 
@@ -96,10 +101,14 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
         f"{len(devices)} x {devices[0].device_kind} as {config.mesh}, {memory} each",
         highlight=False,
     )
-    for option, mesh in meshes(config, devices).items():
+    laid_out = meshes(config, devices)
+    for option, mesh in laid_out.items():
         warning = warning_of_tp(mesh, chip, option)
         if warning is not None:
             console.print(f"warning: {warning}", highlight=False)
+    schedule = trainer_schedule(config, architecture, laid_out["--mesh"])
+    if schedule is not None:
+        tables.print_schedule(schedule, console)
     made: list[ProgramPlan] = []
     if config.compile:
         made = _compiled(config, _planned(config, architecture, devices), chip, console)
@@ -119,6 +128,7 @@ def plan(config: PlanConfig, *, console: Console, command: str = "") -> None:
             "total_bytes": {entry.name: entry.total for entry in made if entry.total},
             "programs": [dataclasses.asdict(entry) for entry in made],
             "prediction": prediction,
+            "schedule": None if schedule is None else _as_values(schedule),
             **({"divisions": list(map(_as_json, found))} if found else {}),
             "versions": _versions(config),
         }
@@ -298,6 +308,16 @@ def _prediction(
         },
         "assumptions": said,
         "budget": None if held is None else held._asdict(),
+    }
+
+
+def _as_values(schedule: Schedule) -> dict[str, Any]:
+    """A schedule as JSON values; a slot is [round, microbatch], [-1, -1] if idle."""
+    return {
+        **dataclasses.asdict(schedule),
+        "ticks": schedule.ticks,
+        "bubble": schedule.bubble,
+        "slots": schedule.slots.tolist(),
     }
 
 

@@ -9,6 +9,7 @@ from jaxrl_post.programs.planning.chips import Chip
 from jaxrl_post.programs.planning.compiling import ProgramPlan
 from jaxrl_post.programs.planning.pools import Division, best
 from jaxrl_post.programs.planning.prediction import Budget, times
+from jaxrl_post.sharding.stages import Schedule
 
 __all__ = [
     "print_budget",
@@ -17,9 +18,12 @@ __all__ = [
     "print_memory",
     "print_pools",
     "print_prediction",
+    "print_schedule",
 ]
 
 GIB = 2**30
+# Characters of a line.
+LINE = 80
 
 
 def print_collectives(entry: ProgramPlan, console: Console) -> None:
@@ -35,6 +39,22 @@ def print_collectives(entry: ProgramPlan, console: Console) -> None:
         shape = each.shape.replace("[", r"\[")
         table.add_row(each.kind, shape, f"{each.bytes / 2**20:,.1f}", str(each.count))
     console.print(table)
+
+
+def print_schedule(schedule: Schedule, console: Console) -> None:
+    """Draws the stages of a pass, as far as they fit in a line."""
+    console.print(
+        f"pipeline: {schedule.stages} stages with {schedule.rounds} chunks of layers, "
+        f"{schedule.microbatches} microbatches: {schedule.ticks} ticks, "
+        f"{schedule.bubble:.1%} of them idle; below, the microbatch and the chunk (a, "
+        "b, ...) of every stage and tick",
+        highlight=False,
+    )
+    for line in schedule.drawing().splitlines():
+        short = (
+            line if len(line) <= LINE else line[: LINE - 4].rpartition(" ")[0] + " ..."
+        )
+        console.print(short, highlight=False, soft_wrap=True)
 
 
 def print_memory(made: Sequence[ProgramPlan], console: Console) -> None:

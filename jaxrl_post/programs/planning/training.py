@@ -26,9 +26,10 @@ from jaxrl_post.programs.planning.lengths import answer_lengths
 from jaxrl_post.programs.planning.program import Program
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sharding import DEFAULT_RULES, per_device_bytes, placed, split_size
+from jaxrl_post.sharding.stages import Schedule
 from jaxrl_post.types import PyTree, TokenBatch
 
-__all__ = ["TrainerPlan", "counts", "make_trainer"]
+__all__ = ["TrainerPlan", "counts", "make_trainer", "trainer_schedule"]
 
 TOKEN_RULES = DEFAULT_RULES.with_context_as_batch()
 
@@ -182,6 +183,7 @@ class TrainerPlan:
             config.remat,
             scan=config.scan_layers,
             seen=self.seen,
+            rounds=config.stage_rounds,
         )
 
     def _applied(self, owned: float, state_bytes: float) -> Work | None:
@@ -206,7 +208,14 @@ def make_trainer(
         MeshError: the model does not go with the mesh.
     """
     rules, dtype = DEFAULT_RULES, jnp.dtype(config.dtype)
-    policy = Policy(architecture, 1.0, config.remat, rules, scan=config.scan_layers)
+    policy = Policy(
+        architecture,
+        1.0,
+        config.remat,
+        rules,
+        scan=config.scan_layers,
+        rounds=config.stage_rounds,
+    )
     specs = models.param_specs(architecture)
     params = base = models.abstract(specs, dtype, mesh, rules)
     lora, predictor = lora_of(config.lora, architecture), None
@@ -244,6 +253,19 @@ def make_trainer(
             architecture, mesh, TOKEN_RULES, dtype, chip=chip_of(config.topology)
         ),
     )
+
+
+def trainer_schedule(
+    config: PlanConfig, architecture: ModelConfig, mesh: Mesh
+) -> Schedule | None:
+    """The schedule of the trainer's pipeline stages; None on a mesh without pp.
+
+    Raises:
+        PlanError: the rows do not go with the mesh.
+        ValueError: the stages are more than repeated layers.
+    """
+    work = ModelWork(architecture, mesh, TOKEN_RULES, jnp.dtype(config.dtype))
+    return work.schedule(_microbatch_rows(config, mesh), config.stage_rounds)
 
 
 def counts(config: PlanConfig, architecture: ModelConfig) -> tuple[int, int]:

@@ -37,9 +37,11 @@ from jaxrl_post.models.matrix import INPUT_DIMS, target_name
 from jaxrl_post.models.params import text_specs
 from jaxrl_post.models.recurrences import GatedDelta, LinearAttention
 from jaxrl_post.models.spec import ParamSpec, is_spec
+from jaxrl_post.models.stack import staged_span
 from jaxrl_post.programs.planning.chips import NO_WORK, Chip, Work
 from jaxrl_post.programs.planning.links import slowdown
 from jaxrl_post.sharding import Rules, dividing_axes, split_size
+from jaxrl_post.sharding.stages import STAGE_AXIS, Schedule
 
 __all__ = ["ModelWork", "Product"]
 
@@ -76,6 +78,7 @@ class Product(NamedTuple):
             gathered before a product.
         summed: parts over which other axes split its inputs; the products of the parts
             are summed.
+        staged: whether a pipeline stage has the matrix, and others never need it.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Product(NamedTuple):
     all_experts: int = 1
     parts: int = 1
     summed: int = 1
+    staged: bool = False
 
     @property
     def layer(self) -> int:
@@ -107,6 +111,14 @@ class Product(NamedTuple):
         if not self.chosen:
             return 1.0
         return 1.0 - (1.0 - self.chosen / self.all_experts) ** tokens
+
+
+def _of_stage(product: Product, staged: range, schedule: Schedule) -> Product:
+    """A product of a stage's layers, which the stages do not gather."""
+    if product.layer not in staged or product.parts % schedule.stages:
+        return product
+    parts = product.parts // schedule.stages
+    return product._replace(parts=parts, staged=True)
 
 
 @dataclass(frozen=True)
@@ -233,8 +245,11 @@ class ModelWork:
         *,
         scan: bool,
         seen: float | None = None,
+        rounds: int | None = None,
     ) -> Work:
         """One call of the learner's accumulate: a forward and a backward pass.
+
+        Stages of a pipeline compute in every tick, in idle ones for nothing.
 
         Args:
             rows: packed rows over all devices.
@@ -244,9 +259,18 @@ class ModelWork:
             remat: what the backward pass computes again.
             scan: whether the weights of the layers are stacked, which copies them.
             seen: keys that a token attends to, mean; None for all of its row.
+            rounds: chunks of layers of a stage, as of `models.stack.Execution`.
         """
         tokens = self._local(rows * length)
-        layers = self._layers()
+        layers, schedule = self._layers(), self.schedule(rows, rounds)
+        busy, passed = 1.0, NO_WORK
+        if schedule is not None:
+            span = staged_span(self.config, schedule.stages, rounds)
+            staged = range(span.first, span.end)
+            layers = [_of_stage(p, staged, schedule) for p in layers]
+            busy -= len(staged) / self.config.num_layers * schedule.bubble
+            held = sum(p.size / p.parts for p in layers if p.layer in staged)
+            passed = self._passed(schedule, tokens / schedule.groups, held)
         # One of the backward pass's two products reads the matrix, and one writes its
         # gradient, as large as the gathered matrix.
         work = self._lookup(tokens) + self._forward(layers, tokens) * (1 + 2)
@@ -258,7 +282,8 @@ class ModelWork:
         work += Work(pairs * (1 + again + 2), 0.0)
         # The backward pass computes all of a chunk again but its states.
         work += self._linear(tokens, chunked=True) * (1 + int(remat != "none") + 1 + 2)
-        if scan:
+        work = work * (1 / busy) + passed
+        if scan or schedule is not None:
             # Weights into the stack, gradients out of it, each read and written.
             stacked = sum(p.size / p.parts for p in layers)
             work += Work(0.0, 4 * stacked * self.dtype.itemsize)
@@ -272,6 +297,15 @@ class ModelWork:
             tables = tables + self._gather(self._table())
         received = self._learned(tokens, owned, remat)
         return work + tables + self._scores(scored) + sums + received
+
+    def schedule(self, rows: int, rounds: int | None = None) -> Schedule | None:
+        """The schedule of a pass over `rows` rows; None without stages."""
+        stages = self.mesh.shape.get(STAGE_AXIS, 1)
+        if stages == 1:
+            return None
+        span = staged_span(self.config, stages, rounds)
+        groups = max(1, rows // split_size("batch", self.mesh, self.rules))
+        return Schedule(stages, span.repeats // stages, groups)
 
     def tiles(self, scored: float) -> int:
         """Tiles of logits of a device, if the loss counts `scored` tokens in total."""
@@ -358,6 +392,8 @@ class ModelWork:
             return NO_WORK
         itemsize, other = self._itemsize(product), 1 / product.parts
         axes = ("fsdp", "cp") if product.chosen else ("fsdp", "ep", "cp")
+        if not product.staged:
+            axes = STAGE_AXIS, *axes
         received = product.size * (1 - other) * itemsize * self.slower(*axes)
         return Work(0.0, product.size * (1 + other) * itemsize, received)
 
@@ -372,6 +408,23 @@ class ModelWork:
                 others = each.all_experts // each.experts - 1
                 received += others * wide * self.slower("ep")
         return Work(0.0, 0.0, received)
+
+    def _passed(self, schedule: Schedule, tokens: float, held: float) -> Work:
+        """What stages receive: weights, and activations, forward and backward.
+
+        Args:
+            schedule: of the pass.
+            tokens: of a microbatch, on a device.
+            held: parameters of a stage's layers on a device, times the stages.
+        """
+        width = self.config.hidden_size // self._parts(
+            "passed", self.config.hidden_size
+        )
+        # Each tick moves inputs, outputs, and what the next stage continues with.
+        moved = 3 * schedule.ticks * tokens * width
+        exchanged = held / schedule.stages * (1 - 1 / schedule.stages)
+        received = 2 * (moved + exchanged) * self.dtype.itemsize
+        return Work(0.0, 0.0, received * self.slower(STAGE_AXIS))
 
     def _learned(self, tokens: float, owned: float, remat: Remat) -> Work:
         """Activations and sums of gradients that `accumulate` receives.
