@@ -317,9 +317,9 @@ def _run(
     place = dataclasses.replace(place, told=None, kernels=execution.kernels)
 
     def places(facts: tuple[Any, ...], rules: Rules) -> list[_Place]:
-        *facts, rotations = facts
+        *shared, rotations = facts
         own = dataclasses.replace(
-            place, rules=rules, **dict(zip(FACTS, facts, strict=True))
+            place, rules=rules, **dict(zip(FACTS, shared, strict=True))
         )
         return own.of_layers(config, rotations, cached=kv_view is not None)
 

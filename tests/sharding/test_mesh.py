@@ -27,7 +27,7 @@ def test_a_mesh_that_fits(spec, devices, sizes):
     parsed = parse_mesh(spec, devices)
     dp, fsdp, tp = sizes
     assert parsed == {"pp": 1, "dp": dp, "fsdp": fsdp, "ep": 1, "cp": 1, "tp": tp}
-    assert list(parsed) == ["dp", "fsdp", "ep", "cp", "tp"]
+    assert list(parsed) == ["pp", "dp", "fsdp", "ep", "cp", "tp"]
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_mesh_that_does_not(spec, message):
 
 def test_tensor_parallel_devices_are_neighbours():
     mesh = create_mesh("tp2,dp2,fsdp2")
-    assert mesh.axis_names == ("dp", "fsdp", "ep", "cp", "tp")
+    assert mesh.axis_names == ("pp", "dp", "fsdp", "ep", "cp", "tp")
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 1, 1, 2))
+    np.testing.assert_array_equal(ids, np.arange(8).reshape(1, 2, 2, 1, 1, 2))
     assert {axis.name for axis in mesh.axis_types} == {"Auto"}
 
 

@@ -14,7 +14,7 @@ from jaxrl_post.sharding.reshard import as_target, plan_reshard, reshard
 
 pytestmark = pytest.mark.meshes
 
-MESHES = ("fsdp8", "dp2,tp4", "dp2,fsdp2,tp2", "tp8", "fsdp4,tp2", "fsdp2,ep2,tp2")
+MESHES = ("fsdp8", "dp2,tp4", "dp2,fsdp2,tp2", "tp8", "fsdp4,tp2", "pp2,ep2,tp2")
 
 
 def moved(values, source, target):
@@ -30,7 +30,8 @@ def drawn_sharding(rng, ndim):
     mesh = create_mesh(rng.choice(MESHES))
     if rng.random() < 0.5:
         # The same devices, in another order.
-        grid = np.asarray(mesh.devices).transpose(rng.sample(range(5), 5))
+        count = len(mesh.axis_names)
+        grid = np.asarray(mesh.devices).transpose(rng.sample(range(count), count))
         mesh = Mesh(grid.reshape(mesh.devices.shape), mesh.axis_names)
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     rng.shuffle(axes)
@@ -83,7 +84,7 @@ def test_another_order_of_devices_spares_a_detour():
     source = NamedSharding(trainer, P("fsdp", "tp"))
     plain = NamedSharding(create_mesh("dp2,tp4"), P(None, "tp"))
     grid = np.asarray(trainer.devices).reshape(2, 2, 2).transpose(0, 2, 1)
-    ordered = Mesh(grid.reshape(2, 1, 1, 1, 4), trainer.axis_names)
+    ordered = Mesh(grid.reshape(1, 2, 1, 1, 1, 4), trainer.axis_names)
     target = NamedSharding(ordered, P(None, "tp"))
     values = np.arange(256, dtype=np.float32).reshape(16, 16)
     for sharding, kinds in (

@@ -130,18 +130,19 @@ def test_what_idle_slots_compute_reaches_no_gradient():
 
 @pytest.mark.meshes
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1), (4, 3, 1), (4, 1, 3)])
-def test_the_bubble_takes_as_long_as_the_schedule_says(sizes):
+def test_the_bubble_takes_the_time_that_the_schedule_says(sizes):
     """Chunks that sleep, on devices that sleep at the same time."""
-    schedule, pause = Schedule(*sizes), 0.03
+    schedule, pause, asleep = Schedule(*sizes), 0.03, []
 
     def sleep(x):
         time.sleep(pause)
+        asleep.append(None)
         return x
 
     def chunk(weights, facts, slot, x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        asleep = lambda x: jax.pure_callback(sleep, shape, x)  # noqa: E731
-        return on_parts(asleep, in_specs=P(), out_specs=P())(x), ()
+        pausing = lambda x: jax.pure_callback(sleep, shape, x)  # noqa: E731
+        return on_parts(pausing, in_specs=P(), out_specs=P())(x), ()
 
     @jax.jit
     def run(inputs):
@@ -155,13 +156,11 @@ def test_the_bubble_takes_as_long_as_the_schedule_says(sizes):
     mesh = create_mesh(f"pp{schedule.stages}", jax.devices()[: schedule.stages])
     with jax.set_mesh(mesh):
         run(inputs).block_until_ready()
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            run(inputs).block_until_ready()
-            times.append(time.perf_counter() - begin)
+        asleep.clear()
+        begin = time.perf_counter()
+        run(inputs).block_until_ready()
+        took = time.perf_counter() - begin
+    # A busy machine only adds to it. All stages sleep in all ticks.
     busy = schedule.rounds * schedule.microbatches * pause
-    # Sleeping takes at least its time; a busy machine adds to it.
-    assert min(times) >= busy / (1 - schedule.bubble)
-    bubble = 1 - busy / min(times)
-    assert bubble < schedule.bubble + 0.15
+    assert took >= busy / (1 - schedule.bubble)
+    assert len(asleep) == schedule.stages * schedule.ticks
