@@ -10,12 +10,14 @@ from jaxrl_post.records.directory import read_rows
 @pytest.mark.all
 @pytest.mark.processes
 @pytest.mark.slow("a warm start, and 30 steps of a model that learns")
-def test_the_recipe_learns(run_here, tmp_path):
+def test_the_recipe_learns(program, tmp_path):
     run = tmp_path / "run"
-    run_here(
-        "launch.grpo", "--recipe=prime", "--steps=30", "--eval.every=30", "--mesh=dp1",
+    process = program(
+        "launch.grpo", "--recipe=prime", "--steps=30", "--eval.every=30",
         f"--run-dir={run}",
     )  # fmt: skip
+    output, _ = process.communicate(timeout=1200)
+    assert process.returncode == 0, output
     rows = {row["step"]: row["metrics"] for row in read_rows(run / "metrics.jsonl")}
     assert rows[30]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.15
     assert rows[1]["prm/loss"] == pytest.approx(np.log(2), abs=1e-5)
