@@ -207,7 +207,7 @@ def open_companion(
     return with_adapter(
         lora,
         opened,
-        seed=seed + kind.seed,
+        seed=(seed + kind.seed) % 2**32,
         option=f"--{kind.name}.lora",
         donate=not shared,
     )
