@@ -207,7 +207,7 @@ def open_companion(
     return with_adapter(
         lora,
         opened,
-        seed=seed + kind.seed,
+        seed=(seed + kind.seed) % 2**32,
         option=f"--{kind.name}.lora",
         donate=not shared,
     )
@@ -238,7 +238,7 @@ def _beginning_as(model: Model, kind: _Kind, *, shared: bool) -> Model:
             fresh = models.abstract(head, *layout)
         else:
             fresh = models.initialize(jax.random.key(0), head, *layout)
-        params = params.replace(value_head=fresh["head"])
+        params = params.replace(value_head=fresh["head"])  # type: ignore[attr-defined]
     return dataclasses.replace(
         model, config=config, specs=specs, params=params, adaptation=None
     )

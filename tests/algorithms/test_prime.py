@@ -1,6 +1,7 @@
 """PRIME's credit and its model's objective against transcriptions in float64."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,11 @@ def prime(**options):
     )
 
 
+def credit(algorithm: algorithms.Algorithm, batch: TokenBatch) -> TokenBatch:
+    assert algorithm.credit is not None
+    return algorithm.credit(batch)
+
+
 VARIANTS = (
     {}, {"bounded": True}, {"whiten": True}, {"bounded": True, "whiten": True}
 )  # fmt: skip
@@ -125,7 +131,7 @@ VARIANTS = (
 def test_credit_equals_its_transcription(layout, options, layouts):
     _, batch = layouts[layout]
     assert len(places_of(batch)) == 5
-    found = jax.jit(prime(**options).credit)(batch)
+    found = jax.jit(partial(credit, prime(**options)))(batch)
     expected = credited(batch, **options)
     np.testing.assert_allclose(found.advantages, expected, rtol=1e-4, atol=1e-5)
     # The process rewards themselves, for the metrics.
@@ -136,7 +142,7 @@ def test_credit_equals_its_transcription(layout, options, layouts):
 
 def test_a_group_of_one_answer_has_its_outcome_alone(layouts):
     _, batch = layouts["unpacked"]
-    found = prime().credit(batch)
+    found = credit(prime(), batch)
     alone = np.asarray(batch.groups == 2) & np.asarray(batch.loss_mask)
     assert alone.any()
     np.testing.assert_array_equal(found.advantages[alone], batch.advantages[alone])
@@ -157,7 +163,7 @@ def test_by_default_it_is_the_papers_with_outcomes_by_leave_one_out():
 def test_without_process_rewards_it_is_rloo_with_a_clip(layouts):
     policy_logprobs, batch = layouts["packed"]
     none = algorithms.prime(process_weight=0.0, correction=None)
-    found = none.credit(batch)
+    found = credit(none, batch)
     mask = np.asarray(batch.loss_mask)
     np.testing.assert_array_equal(found.advantages[mask], batch.advantages[mask])
     loss = none.objective(Predictions(policy_logprobs), found).loss
@@ -170,12 +176,12 @@ def test_what_stands_in_uncounted_places_changes_nothing(graded, lay_out):
     each_alone = [[sequence] for sequence in graded]
     _, batch = lay_out(each_alone, 6)
     algorithm = prime(bounded=True, whiten=True)
-    expected = algorithm.credit(batch)
-    objective = algorithm.prm_objective
+    expected = credit(algorithm, batch)
+    objective = reward_model.implicit_reward(beta=BETA)
     said = objective(Predictions(batch.prm_logprobs), batch)
     for uncounted in (np.nan, -np.inf):
         _, other = lay_out(each_alone, 6, uncounted=uncounted)
-        found = algorithm.credit(other)
+        found = credit(algorithm, other)
         np.testing.assert_array_equal(found.advantages, expected.advantages)
         loss = objective(Predictions(other.prm_logprobs), other)
         np.testing.assert_array_equal(loss.loss.sum, said.loss.sum)
@@ -235,10 +241,10 @@ def test_missing_arrays_are_asked_for(layouts):
         with pytest.raises(
             ValueError, match=r"batch\.prm_logprobs, batch\.answers and .* got None"
         ):
-            prime().credit(batch.replace(**{name: None}))
+            credit(prime(), batch.replace(**{name: None}))
     with pytest.raises(ValueError, match=r"batch\.reference_logprobs must be given"):
-        prime().credit(batch.replace(reference_logprobs=None))
-    objective = prime().prm_objective
+        credit(prime(), batch.replace(reference_logprobs=None))
+    objective = reward_model.implicit_reward(beta=BETA)
     for name in ("labels", "reference_logprobs"):
         with pytest.raises(ValueError, match=rf"batch\.{name} must be given, got None"):
             objective(Predictions(policy_logprobs), batch.replace(**{name: None}))
@@ -266,8 +272,10 @@ def test_what_it_says_of_itself():
     assert made.turn_credit == "outcome"
     assert made.value_objective is None
     assert algorithms.contract.broken(made) is None
+    objective = made.prm_objective
+    assert objective is not None
     other = made._replace(
-        prm_objective=lambda predictions, batch: made.prm_objective(
+        prm_objective=lambda predictions, batch: objective(
             predictions._replace(logprobs=jax.lax.stop_gradient(predictions.logprobs)),
             batch,
         )

@@ -81,6 +81,7 @@ def test_the_scale_of_implicit_rewards_is_the_models_option():
             labels=ones,
         )
         batch = jax.tree.map(jnp.asarray, batch)
+        assert made.prm_objective is not None
         found = made.prm_objective(Predictions(jnp.zeros((1, 2))), batch)
         assert float(found.metrics["prm/answer_reward"].mean()) == pytest.approx(beta)
     with pytest.raises(ConfigError, match=r"an option of the command gives beta, too"):

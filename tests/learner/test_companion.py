@@ -68,6 +68,20 @@ def test_its_steps_leave_the_policy_as_it_is(own):
     jax.tree.map(np.testing.assert_array_equal, (model.base, model.params), before)
 
 
+@pytest.mark.meshes
+@pytest.mark.parametrize("own", [AdapterConfig(), RANK4])
+def test_meshes_agree(own):
+    found = []
+    for mesh, count in (("dp1", 1), ("dp2,fsdp2,tp2", 8)):
+        model = with_adapter(own, with_head("lm", mesh, count), seed=0)
+        prm = open_companion(PrmConfig(lora=own), model, seed=0, longest=32)
+        _, _, seen = train(prm, objective(), graded(), steps=3)
+        names = "train/loss", "train/grad_norm", "prm/answer_reward"
+        found.append([[each[name] for name in names] for each in seen])
+    assert found[0][2][0] < found[0][0][0]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 def test_it_may_begin_as_another_language_model(tmp_path):
     model, value = with_head("lm"), with_head("value")
     save_model(tmp_path / "lm", model, model.params)

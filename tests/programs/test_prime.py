@@ -133,7 +133,7 @@ def test_what_the_environment_says_between_turns_has_no_reward(coin, relays):
     assert found.keys() == expected.keys()
     for key, advantages in expected.items():
         np.testing.assert_allclose(found[key], advantages, rtol=1e-4, atol=1e-4)
-    right = [e.reward >= 2 for e in episodes]
+    right = [(e.reward or 0.0) >= 2 for e in episodes]
     assert 0 < np.mean(right) < 1
     labels = outcome_labels(groups, 2.0)
     np.testing.assert_array_equal(labels.reshape(-1), right)
@@ -243,7 +243,9 @@ def test_rewards_that_are_no_labels_are_refused(coin, judges):
                     dataclasses.replace(
                         episode,
                         turns=tuple(
-                            dataclasses.replace(turn, reward=factor * turn.reward)
+                            dataclasses.replace(
+                                turn, reward=factor * (turn.reward or 0.0)
+                            )
                             for turn in episode.turns
                         ),
                     )

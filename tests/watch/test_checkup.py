@@ -6,7 +6,12 @@ import io
 import pytest
 from rich.console import Console
 
+from jaxrl_post.config.checks import check_options
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.horizon import with_horizons
+from jaxrl_post.config.optimizer import OptimizerConfig
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.run import WarmStartConfig
 from jaxrl_post.programs.watching import checkup
 from jaxrl_post.programs.watching.checkup import run_checkup
@@ -33,6 +38,37 @@ def checked(config) -> tuple[str, list[str]]:
 def rl(model, **changes):
     rollout = dataclasses.replace(RL.rollout, **changes.pop("rollout", {}))
     return dataclasses.replace(RL, model=model, rollout=rollout, log=(), **changes)
+
+
+def test_a_command_of_prime_passes(model, tmp_path):
+    algorithm = dataclasses.replace(RL.algorithm, name="prime")
+    config = rl(model, run_dir=str(tmp_path / "run"), algorithm=algorithm)
+    out, failed = checked(config)
+    assert failed == []
+    assert "ok   a small step" in out
+
+
+WSD = OptimizerConfig(schedule="wsd", final_ratio=0.1, warmup_ratio=0.2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"dynamic_sampling": True, "max_draws": 8}},
+        {"rollout": {"dynamic_sampling": True, "group_reward_low": 0.2}},
+        {"rollout": {"partial": 4, "staleness": 3, "reward_grace_s": 3.0}},
+        {"rollout": {"partial": 4, "recompute_cache": False}},
+        {"optimizer": WSD},
+        {"critic": CriticConfig(optimizer=WSD, warmup_steps=9)},
+        {"prm": PrmConfig(optimizer=WSD)},
+    ],
+)
+def test_options_that_need_a_longer_run_are_no_matter_to_a_small_step(
+    changes, tmp_path
+):
+    small = checkup._small(rl("tiny", **changes), tmp_path)
+    check_options(small)
+    with_horizons(small, None)
 
 
 def test_a_command_without_a_fault_passes(model, tmp_path):

@@ -1,9 +1,9 @@
 """Process rewards of a language model that is trained on outcomes alone (PRIME).
 
-A process reward is a reward of one token. The implicit reward model phi is a language
-model: its reward of an answer is beta times the log-ratio of its probability to the
-reference's, so each token's part of the sum is a process reward without a label.
-Trained on the answers' outcomes, phi finds which tokens told them apart.
+A process reward is a reward of a single token, or of a step of an answer. The implicit
+reward model is a language model that learns from the outcomes of answers alone. Its
+reward of an answer is beta times the log-ratio of its probability phi to the
+reference's, so each token's part of that sum is a process reward without a label.
 """
 
 import jax

@@ -1,15 +1,17 @@
 """Joins the parts of a run that samples to its trainer."""
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_post.algorithms import Algorithm
+from jaxrl_post.config.critic import CriticConfig
 from jaxrl_post.config.horizon import CRITIC, POLICY, PRM, optimizer_steps
+from jaxrl_post.config.reward_model import PrmConfig
 from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.data.prompts import task_indices
 from jaxrl_post.envs import Environment
 from jaxrl_post.examples.demonstrations import Demonstrations
-from jaxrl_post.learner.companion import Companion, open_companion
+from jaxrl_post.learner.companion import Companion, CompanionName, open_companion
 from jaxrl_post.learner.learner import Learner, begin_training
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.reference import Sync, beside_teacher, open_reference
@@ -61,11 +63,12 @@ def make_updater(
         temperature=config.rollout.temperature,
         kernels=config.kernels,
     )
-    companions: dict[str, Companion] = {}
-    for name, objective, options, option in (
-        ("critic", algorithm.value_objective, config.critic, CRITIC),
-        ("prm", algorithm.prm_objective, config.prm, PRM),
-    ):
+    companions: dict[CompanionName, Companion] = {}
+    known: dict[CompanionName, tuple[Any, CriticConfig | PrmConfig, str]] = {
+        "critic": (algorithm.value_objective, config.critic, CRITIC),
+        "prm": (algorithm.prm_objective, config.prm, PRM),
+    }
+    for name, (objective, options, option) in known.items():
         if objective is None:
             continue
         opened = open_companion(options, model, seed=config.seed, longest=longest)

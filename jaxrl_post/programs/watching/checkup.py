@@ -18,7 +18,9 @@ from rich.text import Text
 from jaxrl_post.algorithms import Algorithm
 from jaxrl_post.config.evaluate import RedteamConfig
 from jaxrl_post.config.offline import OfflineConfig
+from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
+from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.config.run import CheckpointConfig, RunConfig, WatchConfig
 from jaxrl_post.data import packing
 from jaxrl_post.envs import AgentEnvironment, Environment
@@ -251,31 +253,50 @@ def _small[Config: RunConfig](config: Config, place: Path) -> Config:
         "eval": dataclasses.replace(config.eval, every=0, num_tasks=TASKS),
         "checkpoint": CheckpointConfig(every=1000, keep=1),
         "warm_start": dataclasses.replace(config.warm_start, steps=0),
-        # A schedule of one step has no room for a warm-up.
-        "optimizer": dataclasses.replace(
-            config.optimizer, schedule="constant", warmup_steps=0, warmup_ratio=None
-        ),
+        "optimizer": _constant(config.optimizer),
     }
     if isinstance(config, RLConfig):
         changes |= {
             "rollout": dataclasses.replace(config.rollout, **_smaller(config)),
             # A deep model compiles sooner.
             "update": dataclasses.replace(config.update, scan_layers=True),
+            "critic": dataclasses.replace(
+                config.critic,
+                optimizer=_constant(config.critic.optimizer),
+                warmup_steps=0,
+            ),
+            "prm": dataclasses.replace(
+                config.prm, optimizer=_constant(config.prm.optimizer)
+            ),
             "samplers": 0,
             "log_rollouts": None,
         }
     return dataclasses.replace(config, **changes)
 
 
+def _constant(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer without a schedule, for which one step has no room."""
+    usual = OptimizerConfig()
+    names = (
+        "schedule", "schedule_steps", "final_ratio", "decay_ratio", "warmup_steps",
+        "warmup_ratio",
+    )  # fmt: skip
+    return dataclasses.replace(
+        optimizer, **{name: getattr(usual, name) for name in names}
+    )
+
+
 def _smaller(config: RLConfig) -> dict[str, Any]:
     """The options of `rollout` that the small step has others of."""
-    rollout = config.rollout
-    return {
+    rollout, usual = config.rollout, RolloutConfig()
+    # It takes the groups that it samples, when they have ended.
+    names = (
+        "dynamic_sampling", "max_draws", "group_reward_low", "group_reward_high",
+        "partial", "staleness", "recompute_cache", "reward_grace_s", "ahead",
+    )  # fmt: skip
+    return {name: getattr(usual, name) for name in names} | {
         "prompts_per_step": min(PROMPTS, rollout.prompts_per_step),
         "samples_per_prompt": min(SAMPLES, rollout.samples_per_prompt),
-        "dynamic_sampling": False,
-        "partial": 0,
-        "ahead": 0,
     }
 
 
