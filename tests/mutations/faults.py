@@ -594,6 +594,27 @@ PLANS = [
         "1",
         "planning/test_sampling.py",
     ),
+    Fault(
+        "a ring enters a node by the networks of all of its devices on the first one",
+        "programs/planning/links.py::Network._ring",
+        "own.min()",
+        "own[0]",
+        "planning/test_clusters.py",
+    ),
+    Fault(
+        "a GPU's whole memory is free for programs",
+        "programs/planning/plan.py::_memory",
+        "share * whole",
+        "whole",
+        "planning/test_clusters.py",
+    ),
+    Fault(
+        "operands of a collective count as its results",
+        "programs/planning/hlo.py::_results",
+        "type_[place + 1:]",
+        "type_",
+        "planning/test_clusters.py",
+    ),
 ]
 
 PROCESSES = [

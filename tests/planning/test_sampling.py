@@ -54,6 +54,21 @@ def test_the_programs_of_a_step_in_order():
     }
 
 
+def test_a_step_reads_the_keys_that_there_are():
+    sampler = make_sampler(planned(), CONFIG, create_mesh("fsdp8"))
+    assert sampler is not None
+    (burst,) = (p for p in sampler.programs((), ()) if p.name.startswith("decode"))
+    assert burst.work is not None
+    whole = sampler.work.decode(32, 48, 20, groups=8, members=8, shared=32)
+    # Means of 10 own keys in the first burst and of 19 + 10 in the second, since the
+    # last token's key comes with the next step; the view has 48. A device has four of
+    # 32 samples.
+    skipped = 20 * 4 * (48 - (10 + 29) / 2) * sampler.work.cache_bytes
+    assert whole.bytes - burst.work.bytes == pytest.approx(skipped)
+    # All of the view is copied all the same.
+    assert sampler.view_bytes == (4 * 48 + 32) * sampler.work.cache_bytes
+
+
 def test_more_samples_than_slots_take_turns():
     found = step("fsdp8", dataclasses.replace(ROLLOUT, num_slots=8))
     # One sample on each device, with its prompt: each of them is computed four times.

@@ -104,7 +104,7 @@ class SamplerPlan:
                     shared=_view(rows.shared),
                 )
             )
-            for rows, _ in self._calls.decode.values()
+            for rows, *_ in self._calls.decode.values()
         )
 
     def _publish(
@@ -139,7 +139,7 @@ class SamplerPlan:
             )
 
     def _prefill(self, beside: PyTree) -> Iterator[Program]:
-        for rows, calls in self._calls.prefill.values():
+        for rows, calls, _ in self._calls.prefill.values():
             count, length = rows.tokens.shape
             yield Program(
                 f"prefill {count} x {length}",
@@ -156,7 +156,7 @@ class SamplerPlan:
         key = jax.ShapeDtypeStruct((), key.dtype, sharding=self.functions.replicated)
         floor = jax.ShapeDtypeStruct((), np.int32)
         by_row = self.functions.by_row
-        for unplaced, calls in self._calls.decode.values():
+        for unplaced, calls, read in self._calls.decode.values():
             progress = placed(unplaced.progress, by_row)
             rows = dataclasses.replace(unplaced, progress=progress)
             count, pages = rows.pages.shape
@@ -177,6 +177,7 @@ class SamplerPlan:
                     groups=groups,
                     members=rows.shared.members,
                     shared=shared,
+                    read=read / calls,
                 ),
                 overhead=self.functions.sizes.steps_per_call
                 * self.config.step_overhead_s,
@@ -209,12 +210,14 @@ class SamplerPlan:
             burst = scheduler.burst()
             if burst is None:
                 continue
-            _count(calls.decode, batches.rows(burst, sizes, split))
+            rows, read = batches.rows(burst, sizes, split), 0.0
             for sample in (sample for part in burst.rows for sample in part):
                 # `remaining` counts down from the most tokens that an answer may have.
                 place = sample.request.prompt_id * samples + sample.sample_index
                 left = lengths[place] - longest + sample.remaining
                 steps = min(sizes.steps_per_call, left)
+                assert sample.own is not None
+                read += steps * (sample.own.computed + steps / 2)
                 sampled = np.zeros(steps, np.int32)
                 tokens = Tokens.generated(
                     sampled, sampled.astype(np.float32), version=0
@@ -222,6 +225,7 @@ class SamplerPlan:
                 scheduler.advance(sample, tokens)
                 if steps == left:
                     scheduler.release(sample)
+            _count(calls.decode, rows, read / sizes.steps_per_call)
         return calls
 
     @property
@@ -232,10 +236,10 @@ class SamplerPlan:
 
 
 class _Calls(NamedTuple):
-    """Shapes of the arguments of an engine's calls, each with the number of calls."""
+    """Shapes of an engine's calls, their number, and own entries that a step reads."""
 
-    prefill: dict[str, tuple[PrefillRows, int]]
-    decode: dict[str, tuple[Rows, int]]
+    prefill: dict[str, tuple[PrefillRows, int, float]]
+    decode: dict[str, tuple[Rows, int, float]]
 
 
 def sampler_mesh(config: PlanConfig, mesh: Mesh) -> Mesh:
@@ -354,11 +358,14 @@ def _alike(groups: list[MovedArrays]) -> list[list[MovedArrays]]:
     return list(found.values())
 
 
-def _count(found: dict[str, tuple[Any, int]], rows: PyTree) -> None:
-    """Counts a call by the shapes of its arguments."""
+def _count(
+    found: dict[str, tuple[Any, int, float]], rows: PyTree, read: float = 0.0
+) -> None:
+    """Counts a call by the shapes of its arguments, and adds the entries it reads."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows)
     name = str(shapes)
-    found[name] = (shapes, found.get(name, (None, 0))[1] + 1)
+    _, calls, total = found.get(name, (None, 0, 0.0))
+    found[name] = (shapes, calls + 1, total + read)
 
 
 def _view(shared: Shared | None) -> int:

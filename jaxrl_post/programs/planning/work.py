@@ -197,6 +197,7 @@ class ModelWork:
         groups: int = 0,
         members: int = 1,
         shared: int = 0,
+        read: float | None = None,
     ) -> Work:
         """One burst of decoding.
 
@@ -205,17 +206,21 @@ class ModelWork:
 
         Args:
             slots: samples over all devices.
-            own: cache entries of its own that a step reads per sample.
+            own: cache entries of its own in a sample's view, which is padded.
             steps: of the burst.
             groups: groups of samples over all devices.
             members: samples of a group, padded.
             shared: cache entries that a step reads per group.
+            read: of the samples' own entries, those that a step reads, over all
+                devices: kernels skip the padding. None for all.
         """
         local, local_groups = self._local(slots), self._local(max(groups, 1))
         entries = self.view_entries(slots, own, groups=groups, shared=shared)
         pairs = local * own + local_groups * members * shared
+        padding = 0.0 if read is None else local * (own - read / slots)
         step = self._lookup(local) + Work(
-            pairs * self._cached_pair_flops(), (entries + local) * self.cache_bytes
+            pairs * self._cached_pair_flops(),
+            (entries - padding + local) * self.cache_bytes,
         )
         step += self._exchanged(self.products(), local)
         step += self._linear(local, chunked=False)
