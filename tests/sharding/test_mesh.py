@@ -37,7 +37,7 @@ def test_a_mesh_that_fits(spec, devices, sizes):
         ("dp4;tp2", r"cannot read 'dp4;tp2'"),
         ("dp4,,tp2", r"cannot read '' in 'dp4,,tp2'"),
         ("dp2.5", r"cannot read 'dp2\.5'"),
-        ("pp8", r"unknown axis 'pp' in 'pp8'; axes are dp, fsdp, ep, cp, tp"),
+        ("xp8", r"unknown axis 'xp' in 'xp8'; axes are pp, dp, fsdp, ep, cp, tp"),
         ("dp2,dp4", r"axis 'dp' stands twice in 'dp2,dp4'"),
         ("dp0,tp8", r"size of 'dp' must be positive, or -1 for all .*; got 0 in"),
         ("dp-2,tp8", r"size of 'dp' must be positive, or -1 for all .*; got -2 in"),

@@ -95,7 +95,7 @@ def test_rules_are_a_table():
     # Renamed or added rows come last; the others keep their order.
     table = DEFAULT_RULES.replace(stages=("tp",)).table().splitlines()
     assert table[0].split(maxsplit=2) == ["logical", "axis", "mesh axes"]
-    assert table[1].split(maxsplit=1) == ["batch", "dp, fsdp, ep"]
+    assert table[1].split(maxsplit=1) == ["batch", "pp, dp, fsdp, ep"]
     assert table[-1].split() == ["stages", "tp"]
     with pytest.raises(ValueError, match=r"logical axis 'exprts'; known: batch, leng"):
         rules.mesh_axes("exprts")
