@@ -24,7 +24,7 @@ from jaxrl_post.models.params import DecoderParams, LayerParams
 from jaxrl_post.models.recurrent import Past, recurrent
 from jaxrl_post.models.rope import layer_tables
 from jaxrl_post.models.rows import AllRows
-from jaxrl_post.models.stack import Execution, Remat, Stack, run_layers
+from jaxrl_post.models.stack import Execution, LayerStack, Remat, run_layers
 from jaxrl_post.models.vision.rows import PictureTokens
 from jaxrl_post.sharding import DEFAULT_RULES, Rules
 from jaxrl_post.types import Array, Float, Int
@@ -324,7 +324,7 @@ def _run(
         return own.of_layers(config, rotations, cached=kv_view is not None)
 
     facts = *(getattr(place, name) for name in FACTS), rotations
-    stack = Stack(
+    stack = LayerStack(
         params.layers,
         _inputs(params, config, tokens, hidden, rules),
         _told(config, told),

@@ -20,7 +20,7 @@ from jaxrl_post.sharding.stages import (
     STAGE_AXIS,
     Microbatches,
     Schedule,
-    Slot,
+    StageSlot,
     through_stages,
 )
 from jaxrl_post.types import Array, PyTree
@@ -28,9 +28,9 @@ from jaxrl_post.types import Array, PyTree
 __all__ = [
     "Execution",
     "Flow",
+    "LayerSpan",
+    "LayerStack",
     "Remat",
-    "Span",
-    "Stack",
     "repetitions",
     "run_layers",
     "staged_span",
@@ -60,7 +60,7 @@ class Execution:
     rounds: int | None = None
 
 
-class Stack(NamedTuple):
+class LayerStack(NamedTuple):
     """The layers, and what each of them reads next to the hidden states.
 
     Attributes:
@@ -110,7 +110,7 @@ class Flow(NamedTuple):
         return Flow(hidden, choice, self.entries + entries, self.routed + routed)
 
 
-class Span(NamedTuple):
+class LayerSpan(NamedTuple):
     """Layers that follow each other, in repeats of a period.
 
     Attributes:
@@ -138,7 +138,7 @@ class Span(NamedTuple):
 
 def run_layers(
     config: ModelConfig,
-    stack: Stack,
+    stack: LayerStack,
     hidden: Array,
     execution: Execution,
     kv_view: KVView | None,
@@ -185,25 +185,25 @@ def _stages() -> int:
 
 def _spans(
     config: ModelConfig,
-    stack: Stack,
+    stack: LayerStack,
     execution: Execution,
     kv_view: KVView | None,
-    staged: Span | None,
-) -> list[Span]:
+    staged: LayerSpan | None,
+) -> list[LayerSpan]:
     """All layers, in order."""
     if staged is not None:
-        after = Span(staged.end, config.num_layers - staged.end, 1)
-        return [Span(0, staged.first, 1), staged, after]
+        after = LayerSpan(staged.end, config.num_layers - staged.end, 1)
+        return [LayerSpan(0, staged.first, 1), staged, after]
     if execution.scan and kv_view is None:
         return repetitions(config, stack.num_levels)
-    return [Span(0, config.num_layers, 1)]
+    return [LayerSpan(0, config.num_layers, 1)]
 
 
 def _unrolled(
     config: ModelConfig,
     layers: Sequence[LayerParams[Array]],
     places: Sequence[Any],
-    span: Span,
+    span: LayerSpan,
     flow: Flow,
     how: tuple[Remat, KVView | None],
 ) -> Flow:
@@ -226,7 +226,7 @@ def _looped(
     config: ModelConfig,
     layers: Sequence[LayerParams[Array]],
     places: Sequence[Any],
-    span: Span,
+    span: LayerSpan,
     flow: Flow,
     remat: Remat,
 ) -> Flow:
@@ -264,7 +264,11 @@ def _looped(
 
 
 def _over_stages(
-    config: ModelConfig, stack: Stack, span: Span, flow: Flow, execution: Execution
+    config: ModelConfig,
+    stack: LayerStack,
+    span: LayerSpan,
+    flow: Flow,
+    execution: Execution,
 ) -> Flow:
     """Runs repeats on the stages of the mesh; a repeat is a chunk of a stage."""
     stages, rules = _stages(), stack.rules.without(STAGE_AXIS)
@@ -297,7 +301,7 @@ def _over_stages(
         weights,
     )
 
-    def layer_step(index: int, own: PyTree, facts: PyTree, slot: Slot, x: tuple):
+    def layer_step(index: int, own: PyTree, facts: PyTree, slot: StageSlot, x: tuple):
         layer, *by_token = _at(own, slot.round)
         place, entry = _at(facts, slot.microbatch)
         inputs, told = jax.tree.map(
@@ -315,7 +319,7 @@ def _over_stages(
         for index in numbers
     ]
 
-    def chunk(weights: PyTree, facts: PyTree, slot: Slot, x: PyTree) -> tuple:
+    def chunk(weights: PyTree, facts: PyTree, slot: StageSlot, x: PyTree) -> tuple:
         (hidden, choice), told = x, []
         # Whole in the layers, or each of their sums would be gathered again.
         whole = constrain(hidden, ("batch", None, "hidden"), rules)
@@ -345,7 +349,7 @@ def _total(schedule: Schedule, told: Array) -> Array:
     return told[stages, schedule.tick_of].sum(axis=2)
 
 
-def _lent(config: ModelConfig, span: Span, flow: Flow) -> list[Any]:
+def _lent(config: ModelConfig, span: LayerSpan, flow: Flow) -> list[Any]:
     """Keys that the layers of a period read from a layer before the span, or None."""
     sources = [
         config.layer(index).keys_of
@@ -366,7 +370,7 @@ def _at(tree: PyTree, index: Array) -> PyTree:
 
 def staged_span(
     config: ModelConfig, stages: int, rounds: int | None = None, num_levels: int = 0
-) -> Span:
+) -> LayerSpan:
     """The most layers that can run on stages, as a repeat a chunk.
 
     Args:
@@ -378,12 +382,12 @@ def staged_span(
     Raises:
         ValueError: the stages are more than repeated layers.
     """
-    best = Span(0, 0, 0)
+    best = LayerSpan(0, 0, 0)
     for first, period, repeats in repetitions(config, num_levels):
         chunks = stages * (repeats // stages if rounds is None else rounds)
         if not chunks:
             continue
-        span = Span(first, period * (repeats // chunks), chunks)
+        span = LayerSpan(first, period * (repeats // chunks), chunks)
         if span.end - span.first > best.end - best.first:
             best = span
     if best.end == best.first:
@@ -397,7 +401,7 @@ def staged_span(
     return best
 
 
-def repetitions(config: ModelConfig, num_levels: int = 0) -> list[Span]:
+def repetitions(config: ModelConfig, num_levels: int = 0) -> list[LayerSpan]:
     """Groups the layers to spans with equal layers per period.
 
     A layer whose keys others read is equal to no other, and so are the first
@@ -417,7 +421,7 @@ def repetitions(config: ModelConfig, num_levels: int = 0) -> list[Span]:
             repeats = (end - first) // period
             if repeats > 1 and period * repeats > best[0] * best[1]:
                 best = (period, repeats)
-        found.append(Span(first, *best))
+        found.append(LayerSpan(first, *best))
         first += best[0] * best[1]
     return found
 

@@ -22,7 +22,7 @@ from jaxrl_post.sharding.partition import dividing_axes
 from jaxrl_post.sharding.rules import Rules
 from jaxrl_post.types import Array, Int, PyTree
 
-__all__ = ["STAGE_AXIS", "Microbatches", "Schedule", "Slot", "through_stages"]
+__all__ = ["STAGE_AXIS", "Microbatches", "Schedule", "StageSlot", "through_stages"]
 
 # The mesh axis whose devices are stages.
 STAGE_AXIS = "pp"
@@ -116,7 +116,7 @@ def _cell(round_: int, microbatch: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """How rows become microbatches: each has a row of every device of a stage.
+    """A way to make microbatches of rows: each has a row of every device of a stage.
 
     Outside the stages, rows lie on the devices in the order (stage, other axes of the
     batch, group). Nothing moves when they become a stream.
@@ -174,7 +174,7 @@ class Microbatches:
         return jax.lax.with_sharding_constraint(array, P(None, self.axes))
 
 
-class Slot(NamedTuple):
+class StageSlot(NamedTuple):
     """A stage's work in a tick; int32 scalars.
 
     Attributes:
@@ -212,7 +212,7 @@ def _ticks(schedule: Schedule) -> _Tick:
 
 def through_stages(
     schedule: Schedule,
-    chunk: Callable[[PyTree, PyTree, Slot, PyTree], tuple[PyTree, PyTree]],
+    chunk: Callable[[PyTree, PyTree, StageSlot, PyTree], tuple[PyTree, PyTree]],
     weights: PyTree,
     facts: PyTree,
     stream: PyTree,
@@ -223,10 +223,10 @@ def through_stages(
     is microbatch group * stages + stage. A group moves along the stages to the first
     one, which takes one in each tick, and its results move back likewise. So no device
     ever holds all microbatches. In an idle slot a stage computes on inputs that it
-    holds, and nobody reads the result.
+    holds, and the result is dropped.
 
     Args:
-        schedule: its stages are those of the mesh.
+        schedule: has as many stages as the mesh.
         chunk: computes a slot: from the stage's weights [rounds, ...], the facts, the
             slot and the slot's inputs it returns outputs, of the inputs' shapes, and
             what is told of the slot. It is called in a `shard_map` over the stages
@@ -255,7 +255,7 @@ def through_stages(
         def tick(carry: tuple, now: _Tick) -> tuple[tuple, PyTree]:
             passed, entering, leaving, results = carry
             round_, microbatch = now.slots[stage]
-            slot = Slot(jnp.maximum(round_, 0), jnp.maximum(microbatch, 0))
+            slot = StageSlot(jnp.maximum(round_, 0), jnp.maximum(microbatch, 0))
             entering = _where(now.enters >= 0, _at(stream, now.enters), entering)
             # Idle stages get inputs too: gradients of zeros could be NaN.
             fresh = (round_ == IDLE) | ((stage == 0) & (round_ == 0))

@@ -51,6 +51,8 @@ TRAINING = {
     "update.microbatch_tokens": "at least 1, free",
     "update.remat": "free",
     "update.scan_layers": "free",
+    "update.stage_rounds": "at least 1, free",
+    "update.stage_groups": "at least 1, free",
     "update.router_balance": "at least 0",
     "update.router_z": "at least 0",
     "eval.every": "at least 0, free",
@@ -276,6 +278,7 @@ RULES = {
     PlanConfig: {
         "rows": "any",
         "row_tokens": "any",
+        "stage_rounds": "at least 1",
         "rollout.prompts_per_step": "at least 0",
         "rollout.samples_per_prompt": "at least 1",
         "rollout.max_prompt_tokens": "at least 1",

@@ -100,7 +100,7 @@ def test_microbatches_meet_all_chunks_in_order(sizes):
         grads, jax.grad(loss, (0, 1))(weights, inputs), strict=True
     ):
         np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
-    # What was told of a slot is that of its round and microbatch.
+    # A slot was told its own round and microbatch.
     busy = schedule.slots[..., 0].T != IDLE
     expected = schedule.slots.transpose(1, 0, 2)[busy]
     told = np.stack([turns, numbers.astype(np.int32)], axis=-1)[busy]

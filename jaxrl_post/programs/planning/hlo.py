@@ -157,7 +157,7 @@ def _once_per_channel(lines: Iterator[_Line]) -> Iterator[tuple[str, int]]:
 
 
 class _Measured(NamedTuple):
-    """What a collective's line says of it; as in `Collective`."""
+    """Facts of a collective that its line tells; as in `Collective`."""
 
     kind: str
     shape: str
@@ -173,7 +173,7 @@ def _measured(text: str, network: Network | None) -> _Measured:
     arrays = [_array(array) for array in ARRAY.finditer(results)]
     largest, shape = max(arrays)
     # The type of a -start also holds operands and flags, none larger than the result,
-    # unless they are a tuple of their own; that of all-reduce-start only results.
+    # unless they are a tuple of their own; an all-reduce-start has results alone.
     alone = match["start"] is None or kind == "all-reduce" or results != match["type"]
     size = sum(size for size, _ in arrays) if alone else largest
     groups = _groups(text)

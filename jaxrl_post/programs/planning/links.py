@@ -1,4 +1,4 @@
-"""Which links a collective takes: those inside of a node, or the network between nodes.
+"""Links that a collective takes: inside of a node, or the network between nodes.
 
 A ring over a group of devices passes into a node by as many networks as the node has
 devices of the group, since every device has one of its own. An exchange, where each
@@ -83,7 +83,7 @@ class Network:
         own = devices[devices > 0]
         if len(own) < 2:
             return 1.0
-        # Of the device that has fewest others on its node.
+        # The device that has fewest others on its node decides.
         size = own.sum()
         return max(1.0, self.slower * (size - own.min()) / (size - 1))
 

@@ -236,7 +236,7 @@ PHASES = (("empty", "accumulate", "apply"), ("prefill", "decode"), ("publish",))
 def _counted(
     chip: Chip, trainer: TrainerPlan, sampler: SamplerPlan | None
 ) -> tuple[Pace, tuple[ProgramPlan, ...]]:
-    """What the programs take one after the other, and the programs."""
+    """The time of the programs, one after the other, and the programs."""
     made = list(map(count_program, trainer.programs(())))
     if sampler is not None:
         programs = sampler.programs(trainer.state.params, ())

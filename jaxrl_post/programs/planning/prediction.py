@@ -13,7 +13,7 @@ SECONDS_OF_DAY = 86400
 
 
 class Budget(NamedTuple):
-    """What a run of some days holds.
+    """Steps, samples and tokens of a run of some days.
 
     Attributes:
         days: of the run.
@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 
 
 def budget(config: PlanConfig, step: float) -> Budget | None:
-    """What the run holds; None without --days or the samples of a step.
+    """The budget of the run; None without --days or the samples of a step.
 
     Args:
         config: the options.

@@ -121,8 +121,8 @@ def print_budget(held: Budget, step: float, console: Console) -> None:
     """Prints how many steps, samples and tokens a run of some days holds."""
     console.print(
         f"in {held.days:g} days: {held.steps:,} steps of {step:.1f} s, "
-        f"{held.samples:,} samples, {held.trained / 1e9:.2f} G tokens, of which "
-        f"{held.sampled / 1e9:.2f} G sampled",
+        f"{held.samples:,} samples, {held.trained / 1e9:.2f} G tokens ("
+        f"{held.sampled / 1e9:.2f} G sampled)",
         highlight=False,
     )
 

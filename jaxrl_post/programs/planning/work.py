@@ -415,7 +415,7 @@ class ModelWork:
         return Work(0.0, 0.0, received)
 
     def _passed(self, schedule: Schedule, tokens: float, held: float) -> Work:
-        """What stages receive: weights, and activations, forward and backward.
+        """Weights and activations that stages receive, forward and backward.
 
         Args:
             schedule: of the pass.
