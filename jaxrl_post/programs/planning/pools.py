@@ -242,8 +242,10 @@ def _counted(
         programs = sampler.programs(trainer.state.params, ())
         made = [*map(count_program, programs), *made]
     found = phases(made, chip)
-    pace = (sum(found.get(name, 0.0) for name in names) for names in PHASES)
-    return Pace(*pace), tuple(made)
+    train, sample, publish = (
+        sum(found.get(name, 0.0) for name in names) for names in PHASES
+    )
+    return Pace(train, sample, publish), tuple(made)
 
 
 def _together(config: PlanConfig, architecture: ModelConfig, chip: Chip) -> Division:
