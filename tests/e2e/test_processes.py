@@ -201,7 +201,7 @@ def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_pat
     written = sorted(path.name for path in (run / "rollouts").iterdir())
     assert written == [f"step_{n:06d}.parquet" for n in range(1, 5)]
     saved = json.loads((run / "config.json").read_text())
-    assert saved["mesh"] == "dp2,fsdp2,ep1,cp1,tp2"
+    assert saved["mesh"] == "pp1,dp2,fsdp2,ep1,cp1,tp2"
 
 
 @pytest.mark.all  # The same by one process: test_resume.py, and test_two_processes.

@@ -155,7 +155,7 @@ def test_a_run_of_one_device_goes_on_on_eight(run_here, model, one_device, tmp_p
     assert sorted(found) == [0, 1, 2, 3]
     assert found[2] == before[2]
     config = json.loads((run / "config.json").read_text())
-    assert config["mesh"] == "dp1,fsdp4,ep1,cp1,tp2"
+    assert config["mesh"] == "pp1,dp1,fsdp4,ep1,cp1,tp2"
     saved = load_file(run / "model" / "model.safetensors")
     assert all(np.isfinite(value).all() for value in saved.values())
 

@@ -41,8 +41,18 @@ from tests.programs.trainers import make_model
 
 RANK4 = AdapterConfig(rank=4, alpha=8.0)
 
-# Made once: its arrays are donated to nothing.
-some_model = functools.cache(make_model)
+
+@functools.cache
+def some_model():
+    """Two layers, for two stages. Made once: its arrays are donated to nothing."""
+    model = make_model()
+    config = dataclasses.replace(model.config, num_layers=2)
+    return dataclasses.replace(
+        model,
+        config=config,
+        specs=models.param_specs(config),
+        params=tiny.params(config),
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -157,8 +157,9 @@ def test_too_many_stages_are_refused():
 
 
 def test_rows_that_the_stages_do_not_divide_are_refused():
+    mesh = create_mesh("pp2", jax.devices()[:2])
     with (
-        jax.set_mesh(create_mesh("pp2", jax.devices()[:2])),
+        jax.set_mesh(mesh),
         pytest.raises(ValueError, match="must be a multiple of 2; got 3"),
     ):
-        forward(tiny.shared(), tiny.CONFIG, jnp.zeros((3, 4), jnp.int32))
+        forward(tiny.params(mesh=mesh), tiny.CONFIG, jnp.zeros((3, 4), jnp.int32))

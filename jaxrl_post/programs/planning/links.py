@@ -77,7 +77,7 @@ class Network:
 
     def _ring(self, devices: np.ndarray) -> float:
         own = devices[devices > 0]
-        return 1.0 if len(own) < 2 else max(1.0, self.slower / own.min())
+        return 1.0 if len(own) < 2 else float(max(1.0, self.slower / own.min()))
 
     def _exchange(self, devices: np.ndarray) -> float:
         own = devices[devices > 0]
@@ -85,7 +85,7 @@ class Network:
             return 1.0
         # The device that has fewest others on its node decides.
         size = own.sum()
-        return max(1.0, self.slower * (size - own.min()) / (size - 1))
+        return float(max(1.0, self.slower * (size - own.min()) / (size - 1)))
 
 
 def network_of(mesh: Mesh, chip: Chip | None) -> Network:
