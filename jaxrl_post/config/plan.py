@@ -172,8 +172,8 @@ class PlanConfig:
         network: with --samplers any:N, how parameters reach the samplers.
         compile: compile the programs, which tells their memory and collectives. Without
             it both are counted from shapes, in seconds and without a compiler.
-        compile_largest: of prefills, and of decoding bursts, compile the one that moves
-            most bytes; the others need less memory, and are counted.
+        compile_largest: of prefills, and of decoding bursts, compile the one with the
+            largest view of the cache; the others need less memory, and are counted.
         memory_fraction: share of a GPU's memory for arrays and programs, as a run's
             XLA_PYTHON_CLIENT_MEM_FRACTION. The rest is for CUDA, NCCL and cuBLAS. Of a
             TPU it is known what the runtime keeps.

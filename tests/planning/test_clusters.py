@@ -286,7 +286,10 @@ def test_a_tiny_step_for_a_cluster_that_is_not_there(tmp_path, capsys):
     model, file = saved(tmp_path, CONFIG), tmp_path / "plan.json"
     common = "--topology=h100:2x2", "--mesh=fsdp2,tp2", "--row-tokens=128"
     assert run(model, *common, f"--json={file}", f"--hlo={tmp_path}/hlo") == 0
-    assert "fits: 0." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "fits: 0." in printed
+    # A column of the collectives.
+    assert "slower" in printed
     made = json.loads(file.read_text())
     assert (made["devices"], made["device_kind"]) == (4, "NVIDIA H100 80GB HBM3")
     assert "jax-cuda12-plugin" in made["versions"]
@@ -363,7 +366,7 @@ def test_a_step_with_its_sampler_compiles_the_largest_burst(tmp_path):
     compiled = [burst for burst in bursts if burst["name"] in made["total_bytes"]]
     (largest,) = compiled
     assert len(bursts) > 1
-    assert largest["memory_bytes"] == max(burst["memory_bytes"] for burst in bursts)
+    assert largest["name"] == "decode 64 x 32 + 128"
     # The loop over the burst's tokens has as many sums as layers have, and more.
     sums = [c for c in largest["collectives"] if c["kind"] == "all-reduce"]
     assert max(each["count"] for each in sums) >= 4 * 32

@@ -277,6 +277,9 @@ def test_sums_over_tp_by_hand():
     # four receives three quarters of them twice.
     sums = 2 * 2 * (4 * 64 * 2) * 3 / 4 * 2
     assert work.decode(8, 16, 1).received == sums
+    # Products with codes sum float32, before they are scaled.
+    codes = dataclasses.replace(work, bytes_of_weights=True)
+    assert codes.decode(8, 16, 1).received == 2 * sums
     # Twice forward and twice backward; a forward pass again lacks the last product's.
     # Gradients of a device's parameters are summed over dp2.
     owned = sum(each.size for each in work.products())

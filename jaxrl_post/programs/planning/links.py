@@ -77,15 +77,15 @@ class Network:
 
     def _ring(self, devices: np.ndarray) -> float:
         own = devices[devices > 0]
-        return 1.0 if len(own) < 2 else float(max(1.0, self.slower / own.min()))
+        return 1.0 if len(own) < 2 else max(1.0, self.slower / int(own.min()))
 
     def _exchange(self, devices: np.ndarray) -> float:
         own = devices[devices > 0]
         if len(own) < 2:
             return 1.0
         # The device that has fewest others on its node decides.
-        size = own.sum()
-        return float(max(1.0, self.slower * (size - own.min()) / (size - 1)))
+        size, least = int(own.sum()), int(own.min())
+        return max(1.0, self.slower * (size - least) / (size - 1))
 
 
 def network_of(mesh: Mesh, chip: Chip | None) -> Network:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -210,16 +211,18 @@ def _compiled(
 
 
 def _smaller(listed: Sequence[Program]) -> set[str]:
-    """Prefills and decoding bursts, without the one of each that moves most bytes."""
+    """Prefills and decoding bursts, without the one of each with the largest view."""
     names = set[str]()
     for kind in ("prefill", "decode"):
         same = [each for each in listed if each.name.startswith(kind)]
-        moved = {each.name: each.work.bytes if each.work else 0.0 for each in same}
-        names |= (
-            moved.keys() - {max(moved, key=lambda name: moved[name])}
-            if moved
-            else set()
-        )
+        # All have the same parameters and pages; the larger a view, the longer its list
+        # of pages.
+        sizes = {
+            each.name: sum(leaf.size for leaf in jax.tree.leaves(each.arguments))
+            for each in same
+        }
+        if sizes:
+            names |= sizes.keys() - {max(sizes, key=lambda name: sizes[name])}
     return names
 
 

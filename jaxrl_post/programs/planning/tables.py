@@ -32,12 +32,14 @@ def print_collectives(entry: ProgramPlan, console: Console) -> None:
         return
     table = Table(title=f"largest collectives of {entry.name}", title_justify="left")
     table.add_column("kind")
-    for name in ("result on a device", "MiB", "times"):
+    slower = any(each.slower > 1 for each in entry.collectives)
+    for name in ("result on a device", "MiB", "times", *(["slower"] if slower else [])):
         table.add_column(name, justify="right")
     for each in entry.collectives:
         # Escaped: brackets are rich's markup.
         shape = each.shape.replace("[", r"\[")
-        table.add_row(each.kind, shape, f"{each.bytes / 2**20:,.1f}", str(each.count))
+        cells = f"{each.bytes / 2**20:,.1f}", str(each.count), f"{each.slower:.3g}"
+        table.add_row(each.kind, shape, *cells[: 3 if slower else 2])
     console.print(table)
 
 

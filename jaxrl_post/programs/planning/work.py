@@ -406,8 +406,9 @@ class ModelWork:
         """Sums of the products' outputs over tp, and tokens that go to experts."""
         received, wide = 0.0, tokens * self.config.hidden_size * self.dtype.itemsize
         for each in products:
-            sums = 2 * (1 - 1 / each.summed) * wide
-            received += sums * self.slower("tp")
+            # A product with codes sums float32, which is scaled and rounded afterwards.
+            size = wide * (4 / self.dtype.itemsize if self._in_codes(each) else 1)
+            received += 2 * (1 - 1 / each.summed) * size * self.slower("tp")
             # Each device of ep gets all tokens, and sums what all made of its own.
             if each.chosen and each.name.rpartition(".")[2] in ("up", "down"):
                 others = each.all_experts // each.experts - 1
@@ -454,9 +455,11 @@ class ModelWork:
         """Times that a collective over axes takes longer than over links alone."""
         return slowdown(self.mesh, names, self.chip)
 
+    def _in_codes(self, product: Product) -> bool:
+        return self.bytes_of_weights and target_name(product.name) in INPUT_DIMS
+
     def _itemsize(self, product: Product) -> int:
-        held = self.bytes_of_weights and target_name(product.name) in INPUT_DIMS
-        return 1 if held else self.dtype.itemsize
+        return 1 if self._in_codes(product) else self.dtype.itemsize
 
     def _multiplied(self, product: Product, tokens: float) -> Work:
         rows, itemsize = product.rows(tokens), self.dtype.itemsize
