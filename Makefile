@@ -75,7 +75,7 @@ check-verifiers: environment
 
 # The docs site, in build/site; a dead link or anchor, or any other warning, is an error.
 docs: environment
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 format: environment
 	.venv/bin/ruff check --fix-only --quiet .
