@@ -272,8 +272,13 @@ def _in_effect[Config](default: Config, arguments: Sequence[str]) -> Config:
 _OPTION = re.compile(r"^--[A-Za-z][\w.-]*(?=$|=)")
 
 
+# Other names of options.
+_ALIASES = {"--train.precision": "--update.precision"}
+
+
 def _hyphened(name: re.Match[str]) -> str:
-    return name[0].replace("_", "-")
+    hyphened = name[0].replace("_", "-")
+    return _ALIASES.get(hyphened, hyphened)
 
 
 def _check_warm_start(config: Any, arguments: Sequence[str]) -> None:

@@ -528,6 +528,11 @@ def _check_exact(config: RLConfig) -> None:
             "--rollout.weights: with --exact the sampler computes with the trainer's "
             f"own matrices; got {config.rollout.weights}; drop one of the two"
         )
+    if config.update.precision is not None:
+        raise ConfigError(
+            "--update.precision: with --exact sums have one order, which products in "
+            f"{config.update.precision} do not have; drop one of the two"
+        )
     if config.lora.dropout:
         raise ConfigError(
             "--lora.dropout: with --exact the log-probs that are trained on equal the "

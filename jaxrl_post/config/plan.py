@@ -150,6 +150,7 @@ class PlanConfig:
         remat: what the forward pass of a layer keeps for the backward pass, as
             --update.remat of a run.
         scan_layers: compile layers that repeat once, as --update.scan-layers of a run.
+        precision: of the matrix products in training, as --update.precision of a run.
         stage_rounds: with pp in `mesh`, chunks of layers of a pipeline stage, as
             --update.stage-rounds of a run; None for as many as the layers allow. More
             `rows` are --update.stage-groups.
@@ -191,6 +192,7 @@ class PlanConfig:
     row_tokens: Annotated[int, ANY] = 4096
     remat: Literal["none", "dots", "full"] = "full"
     scan_layers: bool = False
+    precision: Literal["float8"] | None = None
     stage_rounds: Annotated[int | None, COUNT] = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: AdapterConfig = field(default_factory=AdapterConfig)

@@ -100,6 +100,14 @@ class RLConfig(RunConfig):
     mismatch: Annotated[MismatchConfig, FREE] = field(default_factory=MismatchConfig)
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether a sampler with float8 weights rounds the inputs of products too.
+
+        It does if training does, so that the two compute the same.
+        """
+        return self.update.precision == "float8"
+
+    @property
     def own_samplers(self) -> int:
         """Number of samplers with devices of this process."""
         return self.samplers if isinstance(self.samplers, int) else 0

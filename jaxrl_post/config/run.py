@@ -70,6 +70,11 @@ class UpdateConfig:
             results of matrix products; "full", nothing, which needs the least memory.
         scan_layers: compile repeated layers once, as a loop: deep models compile in a
             fraction of the time and memory, but each forward pass copies the layers.
+        precision: of the matrix products of attention, MLPs and experts, forward and
+            backward. float8: operands are rounded to a byte (e4m3, and gradients to
+            e5m2), with a scale per row or column; sums, parameters, router and head
+            keep their dtypes. None for the parameters' dtype. Sample with
+            `rollout.weights` float8 too: the sampler then rounds as the trainer does.
         stage_rounds: with pp in `mesh`, how many chunks of layers a pipeline stage has.
             More let stages wait less, and pass activations more often. None for as many
             as the model's layers allow.
@@ -86,6 +91,7 @@ class UpdateConfig:
     microbatch_tokens: Annotated[int, COUNT, FREE] = 4096
     remat: Annotated[Literal["none", "dots", "full"], FREE] = "none"
     scan_layers: Annotated[bool, FREE] = False
+    precision: Literal["float8"] | None = None
     stage_rounds: Annotated[int | None, COUNT, FREE] = None
     stage_groups: Annotated[int, COUNT, FREE] = 1
     router_balance: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -28,6 +28,7 @@ from jaxrl_post.learner import step as pure
 from jaxrl_post.learner.adapters import AdaptedPolicy
 from jaxrl_post.learner.model import Model
 from jaxrl_post.learner.state import TrainState
+from jaxrl_post.models.matrix import is_matrix, matrices
 from jaxrl_post.models.stack import staged_span
 from jaxrl_post.models.vision import for_devices
 from jaxrl_post.sharding import partition_spec, place, processes, split_size
@@ -380,6 +381,14 @@ def begin_training(
             f"--update.router-*: {model.config.model_type} has no experts to balance; "
             "drop the options"
         )
+    adaptation = model.adaptation
+    if update.precision is not None and adaptation is not None:
+        quantised = any(map(is_matrix, matrices(adaptation.base).values()))
+        if quantised:
+            raise ConfigError(
+                f"--update.precision: {update.precision} rounds the matrices of the "
+                "adapter's base, which --lora.quantize did already; drop one of the two"
+            )
     _check_stages(model, update)
     optimizer = training.make_optimizer(optimizer_config, model.specs, num_steps)
     layout = training.shardings(
@@ -400,6 +409,7 @@ def begin_training(
         exact=exact,
         kernels=kernels,
         rounds=update.stage_rounds,
+        float8=update.precision == "float8",
         replay=replay,
     )
     predictor = None

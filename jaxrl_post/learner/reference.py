@@ -301,6 +301,7 @@ def _opened(
             policy.remat,
             frozen.rules,
             kernels=policy.kernels,
+            float8=policy.float8,
         ),
         learner.mesh,
         learner.microbatch_rows,

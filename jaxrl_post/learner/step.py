@@ -30,6 +30,7 @@ from jaxrl_post.models import (
     unembedding,
     values,
 )
+from jaxrl_post.models.adapters.float8 import in_float8
 from jaxrl_post.models.decoder import Execution, Remat
 from jaxrl_post.models.exact import ExactHead, exact_forward
 from jaxrl_post.models.vision import (
@@ -100,6 +101,7 @@ class Policy:
             sampler gives to the last bit, and their gradient from `forward`.
         kernels: implementation of attention and of log-probs.
         rounds: chunks of layers of a pipeline stage, as `Execution.rounds`.
+        float8: whether matrix products are computed in float8, see `models.adapters`.
         replay: whether each token gets the experts of `TokenBatch.experts`, as far as
             they are known (Ma et al., arXiv:2510.11370).
     """
@@ -114,6 +116,7 @@ class Policy:
     exact: bool = False
     kernels: Implementation = "auto"
     rounds: int | None = None
+    float8: bool = False
     replay: bool = False
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
@@ -180,6 +183,8 @@ def _hidden_states(
     policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
 ) -> tuple[Float[Array, "chunks chunk hidden"], Predictions]:
     """Returns hidden states, with the routers' losses if the model has experts."""
+    if policy.float8:
+        params = in_float8(params)
     if policy.config.experts is not None:
         return _routed_states(policy, params, batch, chunks)
     inputs, how = _inputs(policy, params, batch, chunks), _how(policy, chunks)

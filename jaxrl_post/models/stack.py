@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.models.adapters.float8 import PRODUCT
 from jaxrl_post.models.cache import KVView
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layer import run_layer
@@ -442,7 +443,11 @@ def _remat(
         return step
     policy = None
     if remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policies = jax.checkpoint_policies
+        policy = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(PRODUCT),
+        )
     if remat == "none":
         policy = _keeps_all_but_slices
     # The barrier against common subexpressions copies a layer's weights. A loop needs

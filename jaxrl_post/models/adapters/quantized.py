@@ -21,6 +21,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxrl_post.models.adapters.eight_bits import (
+    Codes,
+    grouped_product,
+    product,
+    to_codes,
+)
 from jaxrl_post.models.matrix import (
     Axes,
     expert_dims,
@@ -41,11 +47,6 @@ __all__ = ["BLOCK", "NF4", "NF4_VALUES", "EightBit", "Quantizer", "quantize"]
 Kind = Literal["int8", "float8", "nf4"]
 
 BLOCK = 64
-# The largest code, and the codes' dtype.
-CODES = {
-    "int8": (127.0, jnp.dtype("int8")),
-    "float8": (448.0, jnp.dtype("float8_e4m3fn")),
-}
 
 # The hidden dim of routed experts' matrices, which is not sharded in their products.
 HIDDEN = {"expert_gate": (1,), "expert_up": (1,), "expert_down": (2,)}
@@ -117,11 +118,14 @@ class EightBit(Quantized):
             shape.
         scales: float32, of size 1 in the input dims.
         dtype: dtype of the original matrix.
+        rounds_inputs: of float8: whether products round their inputs too, as in
+            training with `float8.in_float8`.
     """
 
     codes: Num[Array, "..."]
     scales: Float[Array, "..."]
     dtype: Any = struct.field(pytree_node=False)
+    rounds_inputs: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,7 +139,19 @@ class EightBit(Quantized):
 
     def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
         """Returns x W in x's dtype; sums are float32."""
+        if self.rounds_inputs:
+            inner = math.prod(self.shape[:inputs])
+            codes, scales = self.codes.reshape(inner, -1), self.scales.reshape(1, -1)
+            return product(x, codes, scales)
         return _multiply_codes(x, self, inputs)
+
+    def grouped(
+        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
+    ) -> Array:
+        """Returns x W of routed experts in x's dtype."""
+        if self.rounds_inputs:
+            return grouped_product(x, self.codes, self.scales, sizes)
+        return super().grouped(x, sizes)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Dequantises the matrix in float32 and rounds it once to `dtype`."""
@@ -187,6 +203,7 @@ def quantize(
     kind: Kind = "nf4",
     *,
     block: int = BLOCK,
+    rounds_inputs: bool = False,
     donate: bool = False,
 ) -> DecoderParams[Any]:
     """Quantises the matrices of attention, MLPs and routed experts.
@@ -204,6 +221,8 @@ def quantize(
         block: nf4 only: number of elements that share a scale, even. Blocks lie along
             the longest dim that `block` divides; for routed experts along the hidden
             dim, which is not sharded in their products.
+        rounds_inputs: float8 only: whether products round their inputs too, token by
+            token.
         donate: whether to free every matrix once it is quantised, so that only one is
             in memory twice; `params` must not be used again.
 
@@ -242,7 +261,8 @@ def quantize(
             made = _nf4(leaf, block, name)
         else:
             first = expert_dims(name)
-            made = _eight_bit(leaf, kind, tuple(range(first, first + input_dims(name))))
+            inputs = tuple(range(first, first + input_dims(name)))
+            made = _eight_bit(leaf, kind, inputs, rounds_inputs)
         if donate:
             jax.block_until_ready(made)
             leaf.delete()
@@ -259,10 +279,12 @@ class Quantizer:
 
     Args:
         kind: "int8" or "float8", as in `quantize`.
+        rounds_inputs: as in `quantize`.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, *, rounds_inputs: bool = False) -> None:
         self.kind: Kind = kind
+        self.rounds_inputs = rounds_inputs
         self._sources: list[Any] = []
         self._made: Any = None
 
@@ -278,39 +300,33 @@ class Quantizer:
         ):
             for matrix in matrices(self._made).values():
                 jax.tree.map(lambda array: array.delete(), matrix)
-            self._made = quantize(params, self.kind)
+            self._made = self.shapes(params)
             self._sources = sources
         return self._made
 
+    def shapes(self, params: DecoderParams[Any]) -> DecoderParams[Any]:
+        """As a call, for ShapeDtypeStructs; nothing is kept."""
+        return quantize(params, self.kind, rounds_inputs=self.rounds_inputs)
+
 
 def _eight_bit(
-    weight: Array | jax.ShapeDtypeStruct, kind: Kind, inputs: tuple[int, ...]
+    weight: Array | jax.ShapeDtypeStruct,
+    kind: Codes,
+    inputs: tuple[int, ...],
+    rounds_inputs: bool,
 ) -> EightBit:
     """Quantises a matrix; `inputs` are the dims that are summed over."""
     shape = tuple(1 if dim in inputs else size for dim, size in enumerate(weight.shape))
-    make = _eight_bit_program(kind, _like(weight, weight.shape), _like(weight, shape))
-    return EightBit(*_made(make, weight, inputs), dtype=weight.dtype)
+    make = _eight_bit_program(_like(weight, weight.shape), _like(weight, shape))
+    return EightBit(*_made(make, weight, kind, inputs), weight.dtype, rounds_inputs)
 
 
 @functools.cache
 def _eight_bit_program(
-    kind: str, codes: NamedSharding | None, scales: NamedSharding | None
+    codes: NamedSharding | None, scales: NamedSharding | None
 ) -> Any:
     """The jitted function; kept, because a sampler quantises in every step."""
-    make = functools.partial(_eight_bit_codes, kind)
-    return jax.jit(make, static_argnums=1, out_shardings=(codes, scales))
-
-
-def _eight_bit_codes(
-    kind: str, weight: Array, inputs: tuple[int, ...]
-) -> tuple[Array, Array]:
-    largest, dtype = CODES[kind]
-    wide = weight.astype(jnp.float32)
-    scales = _nonzero(jnp.abs(wide).max(axis=inputs, keepdims=True)) / largest
-    codes = wide / scales
-    if kind == "int8":
-        codes = jnp.rint(codes)
-    return codes.astype(dtype), scales
+    return jax.jit(to_codes, static_argnums=(1, 2), out_shardings=(codes, scales))
 
 
 def _nf4(weight: Array | jax.ShapeDtypeStruct, block: int, name: str) -> NF4:
@@ -345,7 +361,9 @@ def _nf4_codes(weight: Array, dim: int, block: int) -> tuple[Array, Array]:
     blocks = weight.shape[dim] // block
     blocked = _blocked(weight.astype(jnp.float32), dim, blocks)
     # Round the scales first, so that the codes fit the stored scales.
-    scales = _nonzero(jnp.abs(blocked).max(axis=dim + 1)).astype(jnp.bfloat16)
+    scales = jnp.abs(blocked).max(axis=dim + 1)
+    # A block of zeros must not give 0 / 0.
+    scales = jnp.where(scales == 0, 1.0, scales).astype(jnp.bfloat16)
     relative = blocked / jnp.expand_dims(scales.astype(jnp.float32), dim + 1)
     borders = jnp.asarray(BORDERS)
     # A code is the number of borders below the value; compare_all needs no sorting.
@@ -365,11 +383,6 @@ def _blocked(array: Array, dim: int, blocks: int) -> Array:
     shape, size = array.shape, array.shape[dim]
     blocks = size // 2 if blocks == -1 else blocks
     return array.reshape(*shape[:dim], blocks, size // blocks, *shape[dim + 1 :])
-
-
-def _nonzero(scales: Array) -> Array:
-    """Replaces scales of 0 by 1, so that a block of zeros does not give 0 / 0."""
-    return jnp.where(scales == 0, jnp.ones_like(scales), scales)
 
 
 def _like(

@@ -205,7 +205,8 @@ def _opened(
     adapter = AdapterConfig(**_tuples(welcome["lora"]))
     model = with_adapter(adapter, model, seed=int(welcome["seed"]))
     rollout = RolloutConfig(**_tuples(welcome["rollout"]))
-    layout = sampler_layout(rollout, model, own=mesh)
+    rounds_inputs = bool(welcome["rounds_inputs"])
+    layout = sampler_layout(rollout, model, rounds_inputs=rounds_inputs, own=mesh)
     engine = make_engine(
         rollout,
         model,

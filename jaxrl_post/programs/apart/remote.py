@@ -280,7 +280,7 @@ def open_remote(
         # Process 0 may wait so long for samplers.
         deadline_s=options.wait_s + MARGIN_S,
     )
-    layout = sampler_layout(config.rollout, model)
+    layout = sampler_layout(config.rollout, model, rounds_inputs=config.rounds_inputs)
     with serving(app, host, port, name="hub", ending=ending) as (url, loop):
         shown = reachable(url, config.processes.coordinator)
         remote = Remote(
@@ -382,6 +382,7 @@ def _welcome(
         "files": files,
         "dtype": model.dtype.name,
         "rollout": dataclasses.asdict(config.rollout),
+        "rounds_inputs": config.rounds_inputs,
         "lora": dataclasses.asdict(config.lora),
         "seed": config.seed,
         "exact": config.exact,

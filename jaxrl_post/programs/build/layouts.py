@@ -1,5 +1,6 @@
 """The sampler's layout of the parameters: where they lie, and what decoding costs."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.learner.model import Model
 from jaxrl_post.models import DecoderParams, param_specs
-from jaxrl_post.models.adapters.quantized import Quantizer, quantize
+from jaxrl_post.models.adapters.quantized import Quantizer
 from jaxrl_post.models.matrix import is_matrix, matrices, part_axes
 from jaxrl_post.models.spec import ParamSpec, abstract, is_spec
 from jaxrl_post.programs.build.devices import split_devices
@@ -158,13 +159,19 @@ def bound(model: Model, params: PyTree, base: PyTree) -> DecoderParams[Any]:
 
 
 def sampler_layout(
-    rollout: RolloutConfig, model: Model, *, own: Mesh | None = None
+    rollout: RolloutConfig,
+    model: Model,
+    *,
+    rounds_inputs: bool = False,
+    own: Mesh | None = None,
 ) -> SamplerLayout:
     """Reads `--rollout.mesh`, `--rollout.dtype` and `--rollout.weights`.
 
     Args:
         rollout: how samples are drawn.
         model: the trained model, on the trainer's mesh.
+        rounds_inputs: whether the trainer computes in float8, so that products with
+            float8 weights shall round their inputs as its own do.
         own: mesh of devices that the sampler has for itself; None for the trainer's.
 
     Raises:
@@ -174,11 +181,12 @@ def sampler_layout(
     weights = codes = None
     base = model.base
     if rollout.weights is not None:
-        weights = Quantizer(rollout.weights)
+        rounds_inputs = rounds_inputs and rollout.weights == "float8"
+        weights = Quantizer(rollout.weights, rounds_inputs=rounds_inputs)
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), base
         )
-        base = codes = quantize(shapes, rollout.weights)
+        base = codes = weights.shapes(shapes)
     try:
         mesh = own or same_devices(rollout.mesh, model.mesh)
         if own is None and mesh is model.mesh and dtype == model.dtype:
@@ -212,10 +220,12 @@ def sampler_layouts(config: RLConfig, model: Model) -> list[SamplerLayout]:
     Raises:
         MeshError: as `sampler_layout` and `split_devices`.
     """
+    layout = functools.partial(
+        sampler_layout, config.rollout, model, rounds_inputs=config.rounds_inputs
+    )
     if not config.own_samplers:
-        return [sampler_layout(config.rollout, model)]
-    meshes = split_devices(config).samplers
-    layouts = [sampler_layout(config.rollout, model, own=own) for own in meshes]
+        return [layout()]
+    layouts = [layout(own=own) for own in split_devices(config).samplers]
     for each in layouts:
         # A version is quantised once, and its codes are copied to each.
         each.weights = layouts[0].weights

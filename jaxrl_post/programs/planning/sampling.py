@@ -86,7 +86,7 @@ class SamplerPlan:
         if self.relayout is not None:
             sent = trained
             if self.config.rollout.weights is not None:
-                sent = quantize(trained, self.config.rollout.weights)
+                sent = _quantized(trained, self.config)
             yield from self._publish(self.relayout, sent, rest)
         yield from self._prefill(beside)
         yield from self._decode(beside)
@@ -258,6 +258,13 @@ def sampler_mesh(config: PlanConfig, mesh: Mesh) -> Mesh:
         raise MeshError(f"--rollout.{error}") from error
 
 
+def _quantized(params: PyTree, config: PlanConfig) -> PyTree:
+    kind = config.rollout.weights
+    assert kind is not None
+    rounds_inputs = kind == "float8" == config.precision
+    return quantize(params, kind, rounds_inputs=rounds_inputs)
+
+
 def make_sampler(
     config: PlanConfig, architecture: ModelConfig, mesh: Mesh
 ) -> SamplerPlan | None:
@@ -289,7 +296,7 @@ def make_sampler(
     except MeshError as error:
         raise MeshError(f"--rollout.{error}") from error
     if options.weights is not None:
-        params = quantize(params, options.weights)
+        params = _quantized(params, config)
     rollout = RolloutConfig(**dataclasses.asdict(options))
     cached = cache_dtype(rollout, dtype)
     functions = DeviceFunctions(

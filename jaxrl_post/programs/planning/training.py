@@ -215,6 +215,7 @@ def make_trainer(
         rules,
         scan=config.scan_layers,
         rounds=config.stage_rounds,
+        float8=config.precision == "float8",
     )
     specs = models.param_specs(architecture)
     params = base = models.abstract(specs, dtype, mesh, rules)

@@ -1,0 +1,195 @@
+"""Matrix products in float8, forward and backward.
+
+With x [tokens, inner], W [inner, outer], y = x W, and the gradient dy of y:
+
+    y  = e4m3(x, a scale a token)  e4m3(W, a scale an output)
+    dx = e5m2(dy, a scale a token) e4m3(W, a scale an input)^T
+    dW = e4m3(x, a scale an input)^T e5m2(dy, a scale an output)
+
+So values that a sum adds up share a scale, which is applied to the sum. Gradients have
+the wider range of e5m2. Sums are float32. The parameters and what is between products
+keep their dtype.
+
+The codes of W in y are those of `quantized.quantize`, so a sampler with float8 weights
+that rounds its inputs computes y as the trainer does.
+
+We do not use qwix: it intercepts the operations of modules, and ours are functions of
+trees, whose products are all in `matrix.multiply` and `matrix.grouped`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxrl_post.models.adapters.eight_bits import (
+    grouped_product,
+    of_groups,
+    product,
+    to_codes,
+)
+from jaxrl_post.models.adapters.lora import Adapted
+from jaxrl_post.models.matrix import Axes, is_matrix, matrices, path_name
+from jaxrl_post.models.params import DecoderParams
+from jaxrl_post.types import Array, Float, Int
+
+__all__ = ["PRODUCT", "Float8", "in_float8"]
+
+# Name of a product for policies of rematerialisation, which do not look into functions
+# with a backward pass of their own.
+PRODUCT = "product in float8"
+
+
+@struct.dataclass
+class Float8:
+    """A matrix whose products are computed in float8.
+
+    Attributes:
+        weight: the matrix, float32 or bfloat16.
+    """
+
+    weight: Float[Array, "..."]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's shape."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """The matrix's number of dims."""
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The matrix's dtype."""
+        return self.weight.dtype
+
+    def multiply(self, x: Float[Array, "tokens inner"], inputs: int) -> Array:
+        """Returns x W in x's dtype."""
+        inner = math.prod(self.weight.shape[:inputs])
+        return checkpoint_name(_multiply(x, self.weight.reshape(inner, -1)), PRODUCT)
+
+    def grouped(
+        self, x: Float[Array, "rows inner"], sizes: Int[Array, " experts"]
+    ) -> Array:
+        """Returns x W of routed experts in x's dtype."""
+        # Rows after the last group hold anything, and must not decide on a scale.
+        known = jnp.arange(len(x))[:, None] < sizes.sum()
+        made = _grouped(jnp.where(known, x, 0), self.weight, sizes)
+        return checkpoint_name(made, PRODUCT)
+
+    def part_axes(self, axes: Axes) -> "Float8":
+        """Replaces the matrix by its axes."""
+        return self.replace(weight=axes)  # type: ignore[attr-defined]
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Returns the matrix, which is not rounded."""
+        return self.weight.astype(dtype)
+
+
+def in_float8(params: DecoderParams[Any]) -> DecoderParams[Any]:
+    """Returns parameters whose matrix products `forward` computes in float8.
+
+    They are the products of attention and recurrences, dense and shared MLPs, and
+    routed experts. Routers, embeddings and heads stay as they are. Of an adapted matrix
+    it is the base's product.
+
+    Args:
+        params: arrays, which the result contains without a copy; or adapted matrices.
+
+    References:
+        Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433.
+
+    >>> from jaxrl_post.models import ModelConfig, initialize, param_specs
+    >>> config = ModelConfig("llama", 32, 16, 24, 1, num_heads=2, num_kv_heads=1)
+    >>> params = initialize(jax.random.key(0), param_specs(config))
+    >>> in_float8(params).layers[0].mlp.up.weight is params.layers[0].mlp.up
+    True
+    """
+    wanted = matrices(params)
+
+    def one(path: Any, leaf: Any) -> Any:
+        return _matrix(leaf) if path_name(path) in wanted else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_matrix)
+
+
+def _matrix(leaf: Any) -> Any:
+    if isinstance(leaf, Adapted):
+        return leaf.replace(base=_matrix(leaf.base))  # type: ignore[attr-defined]
+    return leaf if is_matrix(leaf) else Float8(leaf)
+
+
+@jax.custom_vjp
+def _multiply(x: Array, weight: Array) -> Array:
+    return product(x, *to_codes(weight, "float8", (0,)))
+
+
+def _multiply_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _multiply(x, weight), (x, weight)
+
+
+def _multiply_backward(kept: tuple[Array, Array], change: Array) -> tuple[Array, Array]:
+    x, weight = kept
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    codes, scales = to_codes(weight, "float8", (1,))
+    changes, change_scales = to_codes(change, "float8_e5m2", (1,))
+    to_x = dot(changes, codes, (((1,), (1,)), ((), ())))
+    to_x = to_x * change_scales * scales.T
+    inputs, input_scales = to_codes(x, "float8", (0,))
+    changes, change_scales = to_codes(change, "float8_e5m2", (0,))
+    to_weight = dot(inputs, changes, (((0,), (0,)), ((), ())))
+    to_weight = to_weight * input_scales.T * change_scales
+    return to_x.astype(x.dtype), to_weight.astype(weight.dtype)
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+@jax.custom_vjp
+def _grouped(x: Array, weight: Array, sizes: Array) -> Array:
+    return grouped_product(x, *to_codes(weight, "float8", (1,)), sizes)
+
+
+def _grouped_forward(
+    x: Array, weight: Array, sizes: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _grouped(x, weight, sizes), (x, weight, sizes)
+
+
+# The sum over the rows of a group: [rows, inner], [rows, outer] to [experts, inner,
+# outer].
+OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def _grouped_backward(
+    kept: tuple[Array, Array, Array], change: Array
+) -> tuple[Array, Array, None]:
+    x, weight, sizes = kept
+    codes, scales = to_codes(weight, "float8", (2,))
+    changes, change_scales = to_codes(change, "float8_e5m2", (1,))
+    to_x = jax.lax.ragged_dot(
+        changes, codes.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32
+    )
+    to_x = to_x * change_scales * of_groups(scales[..., 0], sizes, len(x))
+    # All groups share the scales of an input and of an output.
+    inputs, input_scales = to_codes(x, "float8", (0,))
+    changes, change_scales = to_codes(change, "float8_e5m2", (0,))
+    to_weight = jax.lax.ragged_dot_general(
+        inputs, changes, sizes, OVER_ROWS, preferred_element_type=jnp.float32
+    )
+    to_weight = to_weight * input_scales.T * change_scales
+    return to_x.astype(x.dtype), to_weight.astype(weight.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
