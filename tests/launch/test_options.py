@@ -123,6 +123,14 @@ def test_underscores_in_options_are_hyphens():
     assert (mine.data.path, mine.data.eval_path) == ("a_b.jsonl", "c_d.jsonl")
 
 
+def test_the_precision_of_training_has_two_names():
+    for given in ("--update.precision", "--train.precision"):
+        for arguments in ((given, "float8"), (f"{given}=float8",)):
+            found = options(grpo, "--recipe", "demo", *arguments)
+            assert found.update.precision == "float8"
+    assert options(grpo, "--recipe", "demo").update.precision is None
+
+
 def test_a_warm_start_of_a_recipe_is_ignored_for_a_checkpoint():
     rate = "--optimizer.learning-rate=1e-6"
     arguments = ("--recipe", "demo", "--model", "runs/sft/model", rate)

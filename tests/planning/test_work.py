@@ -14,7 +14,7 @@ from jaxrl_post.learner.memory import activation_bytes
 from jaxrl_post.models import GatedDelta, LayerSpec, Mamba2, ModelConfig
 from jaxrl_post.models.config import LatentAttention, MixtureOfExperts
 from jaxrl_post.pretrained.presets import PRESETS
-from jaxrl_post.programs.planning.chips import Work
+from jaxrl_post.programs.planning.chips import CHIPS, Work
 from jaxrl_post.programs.planning.work import ModelWork
 from jaxrl_post.sampler import EngineConfig, Request, batches
 from jaxrl_post.sampler.jitted import DeviceFunctions
@@ -137,6 +137,26 @@ def test_a_decoding_step_reads_a_byte_a_weight():
     matrices = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096
     saved = whole.decode(8, 64, 2).bytes - codes.decode(8, 64, 2).bytes
     assert saved == 2 * matrices
+
+
+def test_products_in_float8_take_half_the_time_where_a_chip_has_units_for_it():
+    whole = work(PRESETS["llama-3.1-8b"])
+    codes = dataclasses.replace(whole, bytes_of_weights=True, float8=True)
+    one, other = (
+        each.accumulate(8, 4096, 8 * 4096, "full", scan=False)
+        for each in (whole, codes)
+    )
+    assert one.float8 == 0
+    assert other.flops == one.flops
+    # Attention and the head keep their dtype. Forward, again but for the last product
+    # of a layer, and twice backward.
+    matrices = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096
+    passes = 4 * matrices - 32 * 14336 * 4096
+    assert other.float8 == 2 * 8 * 4096 * passes
+    h100, v5p = CHIPS["NVIDIA H100 80GB HBM3"], CHIPS["TPU v5"]
+    saved = h100.times(one).compute - h100.times(other).compute
+    assert saved == pytest.approx(other.float8 / 989.5e12 / 2)
+    assert v5p.times(one).compute == pytest.approx(v5p.times(other).compute)
 
 
 def test_a_decoding_step_reads_the_weights_and_the_cache_once():

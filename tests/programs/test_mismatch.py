@@ -192,6 +192,13 @@ def test_without_exact_mode_the_bounds_warn_and_stop(coin, judges):
         ),
         (
             {
+                "exact": True,
+                "update": dataclasses.replace(RL.update, precision="float8"),
+            },
+            "--update.precision: with --exact",
+        ),
+        (
+            {
                 "lora": AdapterConfig(rank=4, quantize="nf4"),
                 "rollout": dataclasses.replace(RL.rollout, weights="int8"),
             },

@@ -1,9 +1,10 @@
 """Numbers of a byte that share scales, and products of them.
 
-A product multiplies codes, sums in float32, and multiplies the sums by the scales. XLA
-computes it with the units for float8 where a device has them. Elsewhere it widens the
-codes first; their products are exact in bfloat16 and float32, so only the order of the
-sums differs.
+A product of float8 multiplies codes, sums in float32, rounds to the inputs' dtype and
+multiplies by the scales. They are powers of two, so that this rounds nothing more, and
+sums over devices travel in that dtype. XLA takes the units for float8 where a
+device has them. Elsewhere it widens the codes first; their products are exact in
+bfloat16 and float32, so only the order of the sums differs.
 """
 
 from typing import Literal
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array, Float, Int, Num
 
-__all__ = ["Codes", "grouped_product", "of_groups", "product", "to_codes"]
+__all__ = ["Codes", "grouped_product", "of_groups", "product", "scaled", "to_codes"]
 
 type Codes = Literal["int8", "float8", "float8_e5m2"]
 
@@ -81,8 +82,8 @@ def product(
         scales: of W, float32, one an output.
     """
     rounded, token_scales = to_codes(x, "float8", (1,))
-    sums = jnp.matmul(rounded, codes, preferred_element_type=jnp.float32)
-    return (sums * token_scales * scales).astype(x.dtype)
+    sums = jnp.matmul(rounded, codes, preferred_element_type=x.dtype)
+    return scaled(sums, token_scales, scales)
 
 
 def grouped_product(
@@ -101,9 +102,17 @@ def grouped_product(
             group are undefined.
     """
     rounded, row_scales = to_codes(x, "float8", (1,))
-    sums = jax.lax.ragged_dot(rounded, codes, sizes, preferred_element_type=jnp.float32)
-    scales = of_groups(scales[:, 0], sizes, len(x))
-    return (sums * row_scales * scales).astype(x.dtype)
+    sums = jax.lax.ragged_dot(rounded, codes, sizes, preferred_element_type=x.dtype)
+    return scaled(sums, row_scales, of_groups(scales[:, 0], sizes, len(x)))
+
+
+def scaled(
+    sums: Float[Array, "..."], *scales: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Returns sums times scales of powers of two, which every float dtype here has."""
+    for each in scales:
+        sums = sums * each.astype(sums.dtype)
+    return sums
 
 
 def of_groups(

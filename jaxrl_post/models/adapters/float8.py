@@ -7,7 +7,7 @@ With x [tokens, inner], W [inner, outer], y = x W, and the gradient dy of y:
     dW = e4m3(x, a scale an input)^T e5m2(dy, a scale an output)
 
 So values that a sum adds up share a scale, which is applied to the sum. Gradients have
-the wider range of e5m2. Sums are float32. The parameters and what is between products
+the wider range of e5m2. The parameters and what is between products
 keep their dtype.
 
 The codes of W in y are those of `quantized.quantize`, so a sampler with float8 weights
@@ -17,7 +17,6 @@ We do not use qwix: it intercepts the operations of modules, and ours are functi
 trees, whose products are all in `matrix.multiply` and `matrix.grouped`.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -31,6 +30,7 @@ from jaxrl_post.models.adapters.eight_bits import (
     grouped_product,
     of_groups,
     product,
+    scaled,
     to_codes,
 )
 from jaxrl_post.models.adapters.lora import Adapted
@@ -137,16 +137,20 @@ def _multiply_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Arra
 
 def _multiply_backward(kept: tuple[Array, Array], change: Array) -> tuple[Array, Array]:
     x, weight = kept
-    dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     codes, scales = to_codes(weight, "float8", (1,))
     changes, change_scales = to_codes(change, "float8_e5m2", (1,))
-    to_x = dot(changes, codes, (((1,), (1,)), ((), ())))
-    to_x = to_x * change_scales * scales.T
+    to_x = _dot(changes, codes, (1, 1), x.dtype)
+    to_x = scaled(to_x, change_scales, scales.T)
     inputs, input_scales = to_codes(x, "float8", (0,))
     changes, change_scales = to_codes(change, "float8_e5m2", (0,))
-    to_weight = dot(inputs, changes, (((0,), (0,)), ((), ())))
-    to_weight = to_weight * input_scales.T * change_scales
-    return to_x.astype(x.dtype), to_weight.astype(weight.dtype)
+    to_weight = _dot(inputs, changes, (0, 0), weight.dtype)
+    return to_x, scaled(to_weight, input_scales.T, change_scales)
+
+
+def _dot(left: Array, right: Array, over: tuple[int, int], dtype: DTypeLike) -> Array:
+    """Sums products over a dim of each."""
+    dims = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
@@ -179,17 +183,16 @@ def _grouped_backward(
     codes, scales = to_codes(weight, "float8", (2,))
     changes, change_scales = to_codes(change, "float8_e5m2", (1,))
     to_x = jax.lax.ragged_dot(
-        changes, codes.swapaxes(1, 2), sizes, preferred_element_type=jnp.float32
+        changes, codes.swapaxes(1, 2), sizes, preferred_element_type=x.dtype
     )
-    to_x = to_x * change_scales * of_groups(scales[..., 0], sizes, len(x))
+    to_x = scaled(to_x, change_scales, of_groups(scales[..., 0], sizes, len(x)))
     # All groups share the scales of an input and of an output.
     inputs, input_scales = to_codes(x, "float8", (0,))
     changes, change_scales = to_codes(change, "float8_e5m2", (0,))
     to_weight = jax.lax.ragged_dot_general(
-        inputs, changes, sizes, OVER_ROWS, preferred_element_type=jnp.float32
+        inputs, changes, sizes, OVER_ROWS, preferred_element_type=weight.dtype
     )
-    to_weight = to_weight * input_scales.T * change_scales
-    return to_x.astype(x.dtype), to_weight.astype(weight.dtype), None
+    return to_x, scaled(to_weight, input_scales.T, change_scales), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -29,21 +29,29 @@ class Work:
         bytes: read from and written to HBM.
         received: bytes that collectives bring from other devices, at least; a byte
             over a network counts as often as it takes longer than over a link.
+        float8: how many of `flops` have operands in float8.
     """
 
     flops: float
     bytes: float
     received: float = 0.0
+    float8: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
             self.flops + other.flops,
             self.bytes + other.bytes,
             self.received + other.received,
+            self.float8 + other.float8,
         )
 
     def __mul__(self, times: float) -> "Work":
-        return Work(self.flops * times, self.bytes * times, self.received * times)
+        return Work(
+            self.flops * times,
+            self.bytes * times,
+            self.received * times,
+            self.float8 * times,
+        )
 
 
 NO_WORK = Work(0.0, 0.0)
@@ -90,6 +98,7 @@ class Chip:
         of_host: devices of a host.
         slower: times that a byte takes longer to a device from another host than over
             links; 1 where links join the hosts.
+        float8: times that an operation is faster in float8; 1 without units for it.
     """
 
     flops: float
@@ -98,11 +107,12 @@ class Chip:
     source: str
     of_host: int = 1
     slower: float = 1.0
+    float8: float = 1.0
 
     def times(self, work: Work, received: float = 0.0) -> Times:
         """Seconds that some work keeps each part busy, with bytes from other chips."""
         return Times(
-            work.flops / self.flops,
+            (work.flops - work.float8 + work.float8 / self.float8) / self.flops,
             work.bytes / self.memory_bandwidth,
             received / self.link_bandwidth,
         )
@@ -138,6 +148,7 @@ CHIPS = {
         "NVIDIA H100, https://www.nvidia.com/en-us/data-center/h100/",
         8,
         900e9 / 2 / (400e9 / 8),
+        2.0,
     ),
     "NVIDIA H200": Chip(
         1979e12 / 2,
@@ -146,6 +157,7 @@ CHIPS = {
         "NVIDIA H200, https://www.nvidia.com/en-us/data-center/h200/",
         8,
         900e9 / 2 / (400e9 / 8),
+        2.0,
     ),
     # An eighth of HGX B200's 36 PFLOP/s and 64 TB/s.
     "NVIDIA B200": Chip(
@@ -155,6 +167,7 @@ CHIPS = {
         "NVIDIA HGX B200, https://www.nvidia.com/en-us/data-center/hgx/",
         8,
         1800e9 / 2 / (400e9 / 8),
+        2.0,
     ),
 }
 

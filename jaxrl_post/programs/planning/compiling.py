@@ -55,6 +55,7 @@ class ProgramPlan:
         collectives: the largest, by bytes times count.
         calls: calls in a step.
         flops: of a call; None if they are not counted.
+        float8_flops: how many of them have operands in float8.
         memory_bytes: that a call reads from and writes to memory; None likewise.
         link_bytes: that a call receives from other devices; a byte over a network
             counts as often as it takes longer than over a link.
@@ -75,6 +76,7 @@ class ProgramPlan:
     memory_bytes: float | None
     link_bytes: float
     overhead: float = 0.0
+    float8_flops: float = 0.0
 
     @property
     def total(self) -> int:
@@ -184,6 +186,7 @@ def compile_program(
         collectives=exchanged[:SHOWN],
         calls=program.calls,
         flops=None if work is None else work.flops,
+        float8_flops=0.0 if work is None else work.float8,
         memory_bytes=None if work is None else work.bytes,
         link_bytes=received,
         overhead=program.overhead,
@@ -206,6 +209,7 @@ def count_program(program: Program) -> ProgramPlan:
         collectives=(),
         calls=program.calls,
         flops=None if work is None else work.flops,
+        float8_flops=0.0 if work is None else work.float8,
         memory_bytes=None if work is None else work.bytes,
         link_bytes=received,
         overhead=program.overhead,

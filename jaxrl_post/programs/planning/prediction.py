@@ -51,8 +51,8 @@ def times(entry: ProgramPlan, chip: Chip) -> Times | None:
     """Seconds of all calls of a program in a step; None if its work is not counted."""
     if entry.flops is None or entry.memory_bytes is None:
         return None
-    work = Work(entry.calls * entry.flops, entry.calls * entry.memory_bytes)
-    return chip.times(work, entry.calls * entry.link_bytes)
+    work = Work(entry.flops, entry.memory_bytes, float8=entry.float8_flops)
+    return chip.times(work * entry.calls, entry.calls * entry.link_bytes)
 
 
 def phases(plans: Sequence[ProgramPlan], chip: Chip) -> dict[str, float]:

@@ -261,8 +261,12 @@ def sampler_mesh(config: PlanConfig, mesh: Mesh) -> Mesh:
 def _quantized(params: PyTree, config: PlanConfig) -> PyTree:
     kind = config.rollout.weights
     assert kind is not None
-    rounds_inputs = kind == "float8" == config.precision
-    return quantize(params, kind, rounds_inputs=rounds_inputs)
+    return quantize(params, kind, rounds_inputs=_rounds_inputs(config))
+
+
+def _rounds_inputs(config: PlanConfig) -> bool:
+    """Whether sampler and trainer both compute in float8."""
+    return config.rollout.weights == "float8" == config.precision
 
 
 def make_sampler(
@@ -319,6 +323,7 @@ def make_sampler(
             dtype,
             cached,
             options.weights is not None,
+            _rounds_inputs(config),
             chip_of(config.topology),
         ),
         Relayout(params, group_bytes=options.publish_mib * 2**20) if moved else None,

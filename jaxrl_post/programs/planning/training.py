@@ -251,7 +251,14 @@ def make_trainer(
         None
         if lora is not None
         else ModelWork(
-            architecture, mesh, TOKEN_RULES, dtype, chip=chip_of(config.topology)
+            architecture,
+            mesh,
+            TOKEN_RULES,
+            dtype,
+            # The codes are what a device gathers.
+            bytes_of_weights=policy.float8,
+            float8=policy.float8,
+            chip=chip_of(config.topology),
         ),
     )
 

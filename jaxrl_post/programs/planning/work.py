@@ -132,6 +132,7 @@ class ModelWork:
         dtype: of parameters and activations.
         cache_dtype: of the cache, as in `KVCache.zeros`; None for `dtype`.
         bytes_of_weights: whether the layers' matrices are a byte an element.
+        float8: whether their products are computed in float8.
         chip: says how many devices links join; None if they join all.
     """
 
@@ -141,6 +142,7 @@ class ModelWork:
     dtype: jnp.dtype
     cache_dtype: jnp.dtype | None = None
     bytes_of_weights: bool = False
+    float8: bool = False
     chip: Chip | None = None
 
     def products(self) -> tuple[Product, ...]:
@@ -467,9 +469,11 @@ class ModelWork:
         group = tokens * product.all_experts / product.experts if product.chosen else 0
         wide = 4 if product.name == "unembedding" else itemsize
         moved = rows * (product.inputs * itemsize + product.outputs * wide)
+        flops = 2 * rows * product.inputs * product.outputs
         return Work(
-            2 * rows * product.inputs * product.outputs,
+            flops,
             product.size * product.used(group) * self._itemsize(product) + moved,
+            float8=flops if self.float8 and self._in_codes(product) else 0.0,
         )
 
     def _scores(self, scored: float) -> Work:
