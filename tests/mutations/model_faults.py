@@ -7,6 +7,7 @@ __all__ = ["MODELS"]
 DECODER, STACK = "models/decoder.py", "models/stack.py"
 SHARED = "models/test_shared_keys.py"
 STAGES = "sharding/stages.py"
+FLOAT8 = "models/adapters/float8.py"
 
 MODELS = [
     Fault(
@@ -127,5 +128,33 @@ MODELS = [
         "told[stages, schedule.tick_of].sum(axis=2)",
         "told[stages, schedule.tick_of].sum(axis=2) + told[:, :1].sum()",
         "models/test_stages.py",
+    ),
+    Fault(
+        "gradients of products in float8 have the range of e4m3",
+        f"{FLOAT8}::_multiply_backward",
+        'to_codes(scaled(change, scales), "float8_e5m2", (1,))',
+        'to_codes(scaled(change, scales), "float8", (1,))',
+        "models/test_float8.py",
+    ),
+    Fault(
+        "rows after the last expert's decide on a scale",
+        f"{FLOAT8}::Float8.grouped",
+        "jnp.where(known, x, 0)",
+        "x",
+        "models/test_float8.py",
+    ),
+    Fault(
+        "a sampler of float8 rounds weights alone while the trainer rounds inputs too",
+        "programs/build/layouts.py::sampler_layout",
+        "Quantizer(rollout.weights, rounds_inputs=rounds_inputs)",
+        "Quantizer(rollout.weights)",
+        "learner/test_float8.py",
+    ),
+    Fault(
+        "a scale of float8 lets the largest value overflow",
+        "models/adapters/eight_bits.py::to_codes",
+        "(bits & 0x7FFFFF) > 0x600000",
+        "(bits & 0x7FFFFF) > 0x700000",
+        "models/test_float8.py",
     ),
 ]

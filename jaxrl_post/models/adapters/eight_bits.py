@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxrl_post.types import Array, Float, Int, Num
 
@@ -70,49 +71,55 @@ def to_codes(
 
 
 def product(
-    x: Float[Array, "tokens inner"],
+    inputs: Num[Array, "tokens inner"],
+    input_scales: Float[Array, "tokens 1"],
     codes: Num[Array, "inner outer"],
     scales: Float[Array, "1 outer"],
+    dtype: DTypeLike,
 ) -> Float[Array, "tokens outer"]:
-    """Returns x W in x's dtype, with x rounded to float8 (e4m3) token by token.
+    """Returns x W in a dtype, of float8 codes of both.
 
     Args:
-        x: any float dtype.
-        codes: of W, float8_e4m3fn.
-        scales: of W, float32, one an output.
+        inputs: codes of x.
+        input_scales: a scale a token.
+        codes: of W.
+        scales: a scale an output.
+        dtype: of the result.
     """
-    rounded, token_scales = to_codes(x, "float8", (1,))
-    sums = jnp.matmul(rounded, codes, preferred_element_type=x.dtype)
-    return scaled(sums, token_scales, scales)
+    sums = jnp.matmul(inputs, codes, preferred_element_type=dtype)
+    return scaled(sums, input_scales, scales)
 
 
 def grouped_product(
-    x: Float[Array, "rows inner"],
+    inputs: Num[Array, "rows inner"],
+    input_scales: Float[Array, "rows 1"],
     codes: Num[Array, "experts inner outer"],
     scales: Float[Array, "experts 1 outer"],
     sizes: Int[Array, " experts"],
+    dtype: DTypeLike,
 ) -> Float[Array, "rows outer"]:
     """Returns `product` with one matrix for every group of consecutive rows.
 
     Args:
-        x: any float dtype.
-        codes: of every W, float8_e4m3fn.
-        scales: of every W, float32, one an output.
+        inputs: codes of x.
+        input_scales: a scale a row.
+        codes: of every W.
+        scales: of every W, a scale an output.
         sizes: int32, number of rows of each group. Results for rows after the last
             group are undefined.
+        dtype: of the result.
     """
-    rounded, row_scales = to_codes(x, "float8", (1,))
-    sums = jax.lax.ragged_dot(rounded, codes, sizes, preferred_element_type=x.dtype)
-    return scaled(sums, row_scales, of_groups(scales[:, 0], sizes, len(x)))
+    sums = jax.lax.ragged_dot(inputs, codes, sizes, preferred_element_type=dtype)
+    return scaled(sums, input_scales, of_groups(scales[:, 0], sizes, len(inputs)))
 
 
 def scaled(
-    sums: Float[Array, "..."], *scales: Float[Array, "..."]
+    values: Float[Array, "..."], *scales: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Returns sums times scales of powers of two, which every float dtype here has."""
+    """Returns values times powers of two, which every float dtype here can hold."""
     for each in scales:
-        sums = sums * each.astype(sums.dtype)
-    return sums
+        values = values * each.astype(values.dtype)
+    return values
 
 
 def of_groups(

@@ -2,16 +2,19 @@
 
 With x [tokens, inner], W [inner, outer], y = x W, and the gradient dy of y:
 
-    y  = e4m3(x, a scale a token)  e4m3(W, a scale an output)
-    dx = e5m2(dy, a scale a token) e4m3(W, a scale an input)^T
-    dW = e4m3(x, a scale an input)^T e5m2(dy, a scale an output)
+    x  = X s_x, W = V s_w    codes in e4m3, a scale a token and a scale an output
+    y  = (X V) s_x s_w
+    dx = D V^T s_d           D in e5m2, a scale a token, of dy s_w
+    dW = X^T E s_e           E in e5m2, a scale an output, of dy s_x
 
-So values that a sum adds up share a scale, which is applied to the sum. Gradients have
-the wider range of e5m2. The parameters and what is between products
-keep their dtype.
+So one set of codes of W and of x serves all three products: the backward pass
+differentiates the rounded matrices, a device gathers each matrix as codes, and the
+forward pass keeps a byte a value of x. Scales are powers of two (`eight_bits`), so that
+moving them from one factor of a sum to the other rounds nothing. Gradients have the
+wider range of e5m2. The parameters and what is between products keep their dtype.
 
-The codes of W in y are those of `quantized.quantize`, so a sampler with float8 weights
-that rounds its inputs computes y as the trainer does.
+The codes of W are those of `quantized.quantize`, so a sampler with float8 weights that
+rounds its inputs computes y as the trainer does.
 
 We do not use qwix: it intercepts the operations of modules, and ours are functions of
 trees, whose products are all in `matrix.multiply` and `matrix.grouped`.
@@ -43,6 +46,7 @@ __all__ = ["PRODUCT", "Float8", "in_float8"]
 # Name of a product for policies of rematerialisation, which do not look into functions
 # with a backward pass of their own.
 PRODUCT = "product in float8"
+E4M3 = jnp.dtype("float8_e4m3fn")
 
 
 @struct.dataclass
@@ -126,25 +130,37 @@ def _matrix(leaf: Any) -> Any:
     return leaf if is_matrix(leaf) else Float8(leaf)
 
 
+def _bits(codes: Array) -> Array:
+    """The codes as integers, for the backward pass.
+
+    jax.checkpoint reduces the precision of floats that it keeps, as if e4m3 had
+    infinities, and so made infinities of codes above 240.
+    """
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
 @jax.custom_vjp
 def _multiply(x: Array, weight: Array) -> Array:
-    return product(x, *to_codes(weight, "float8", (0,)))
+    return _multiply_forward(x, weight)[0]
 
 
-def _multiply_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _multiply(x, weight), (x, weight)
+# The codes of W are made again: kept, they would be a second copy of the model.
+def _multiply_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
+    codes, scales = to_codes(weight, "float8", (0,))
+    inputs, input_scales = to_codes(x, "float8", (1,))
+    y = product(inputs, input_scales, codes, scales, x.dtype)
+    return y, (_bits(inputs), input_scales, weight)
 
 
-def _multiply_backward(kept: tuple[Array, Array], change: Array) -> tuple[Array, Array]:
-    x, weight = kept
-    codes, scales = to_codes(weight, "float8", (1,))
-    changes, change_scales = to_codes(change, "float8_e5m2", (1,))
-    to_x = _dot(changes, codes, (1, 1), x.dtype)
-    to_x = scaled(to_x, change_scales, scales.T)
-    inputs, input_scales = to_codes(x, "float8", (0,))
-    changes, change_scales = to_codes(change, "float8_e5m2", (0,))
+def _multiply_backward(kept: tuple[Array, ...], change: Array) -> tuple[Array, Array]:
+    inputs, input_scales, weight = kept
+    inputs = jax.lax.bitcast_convert_type(inputs, E4M3)
+    codes, scales = to_codes(weight, "float8", (0,))
+    changes, change_scales = to_codes(scaled(change, scales), "float8_e5m2", (1,))
+    to_x = _dot(changes, codes, (1, 1), change.dtype)
+    changes, output_scales = to_codes(scaled(change, input_scales), "float8_e5m2", (0,))
     to_weight = _dot(inputs, changes, (0, 0), weight.dtype)
-    return to_x, scaled(to_weight, input_scales.T, change_scales)
+    return scaled(to_x, change_scales), scaled(to_weight, output_scales)
 
 
 def _dot(left: Array, right: Array, over: tuple[int, int], dtype: DTypeLike) -> Array:
@@ -158,13 +174,16 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 @jax.custom_vjp
 def _grouped(x: Array, weight: Array, sizes: Array) -> Array:
-    return grouped_product(x, *to_codes(weight, "float8", (1,)), sizes)
+    return _grouped_forward(x, weight, sizes)[0]
 
 
 def _grouped_forward(
     x: Array, weight: Array, sizes: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped(x, weight, sizes), (x, weight, sizes)
+) -> tuple[Array, tuple[Array, ...]]:
+    codes, scales = to_codes(weight, "float8", (1,))
+    inputs, input_scales = to_codes(x, "float8", (1,))
+    y = grouped_product(inputs, input_scales, codes, scales, sizes, x.dtype)
+    return y, (_bits(inputs), input_scales, weight, sizes)
 
 
 # The sum over the rows of a group: [rows, inner], [rows, outer] to [experts, inner,
@@ -177,22 +196,22 @@ OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def _grouped_backward(
-    kept: tuple[Array, Array, Array], change: Array
+    kept: tuple[Array, ...], change: Array
 ) -> tuple[Array, Array, None]:
-    x, weight, sizes = kept
-    codes, scales = to_codes(weight, "float8", (2,))
-    changes, change_scales = to_codes(change, "float8_e5m2", (1,))
+    inputs, input_scales, weight, sizes = kept
+    inputs = jax.lax.bitcast_convert_type(inputs, E4M3)
+    codes, scales = to_codes(weight, "float8", (1,))
+    own = of_groups(scales[:, 0], sizes, len(change))
+    changes, change_scales = to_codes(scaled(change, own), "float8_e5m2", (1,))
     to_x = jax.lax.ragged_dot(
-        changes, codes.swapaxes(1, 2), sizes, preferred_element_type=x.dtype
+        changes, codes.swapaxes(1, 2), sizes, preferred_element_type=change.dtype
     )
-    to_x = scaled(to_x, change_scales, of_groups(scales[..., 0], sizes, len(x)))
-    # All groups share the scales of an input and of an output.
-    inputs, input_scales = to_codes(x, "float8", (0,))
-    changes, change_scales = to_codes(change, "float8_e5m2", (0,))
+    # All groups share the scale of an output.
+    changes, output_scales = to_codes(scaled(change, input_scales), "float8_e5m2", (0,))
     to_weight = jax.lax.ragged_dot_general(
         inputs, changes, sizes, OVER_ROWS, preferred_element_type=weight.dtype
     )
-    return to_x, scaled(to_weight, input_scales.T, change_scales), None
+    return scaled(to_x, change_scales), scaled(to_weight, output_scales), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -142,7 +142,7 @@ class EightBit(Quantized):
         if self.rounds_inputs:
             inner = math.prod(self.shape[:inputs])
             codes, scales = self.codes.reshape(inner, -1), self.scales.reshape(1, -1)
-            return product(x, codes, scales)
+            return product(*to_codes(x, "float8", (1,)), codes, scales, x.dtype)
         return _multiply_codes(x, self, inputs)
 
     def grouped(
@@ -150,7 +150,8 @@ class EightBit(Quantized):
     ) -> Array:
         """Returns x W of routed experts in x's dtype."""
         if self.rounds_inputs:
-            return grouped_product(x, self.codes, self.scales, sizes)
+            rounded = to_codes(x, "float8", (1,))
+            return grouped_product(*rounded, self.codes, self.scales, sizes, x.dtype)
         return super().grouped(x, sizes)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
