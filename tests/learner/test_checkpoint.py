@@ -39,7 +39,7 @@ def assert_equal(left, right) -> None:
 
 @pytest.mark.meshes
 def test_state_iterator_and_meta_come_back_on_another_mesh(tmp_path):
-    one, eight = create_mesh("", jax.devices()[:1]), create_mesh("fsdp4,tp2")
+    one, eight = create_mesh("", jax.devices()[:1]), create_mesh("pp2,fsdp2,tp2")
     state = make_state()
     state = jax.device_put(state, layout_of(state, one, P()))
     indices = task_indices(10, seed=1)
@@ -51,7 +51,7 @@ def test_state_iterator_and_meta_come_back_on_another_mesh(tmp_path):
     expected = [int(next(indices)) for _ in range(20)]
     checkpoints.wait()
 
-    layout = layout_of(state, eight, P("fsdp", "tp"))
+    layout = layout_of(state, eight, P(("fsdp", "pp"), "tp"))
     again = task_indices(10, seed=1)
     shapes = jax.eval_shape(lambda: state)
     restored, restored_meta = checkpoints.restore(
