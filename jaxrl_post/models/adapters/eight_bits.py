@@ -20,8 +20,8 @@ __all__ = ["Codes", "grouped_product", "of_groups", "product", "scaled", "to_cod
 type Codes = Literal["int8", "float8", "float8_e5m2"]
 
 INT8 = 127.0
-# Of the kinds of float8: the codes' dtype, whose largest code is 1.75 times a power of
-# two; and the exponent of that power.
+# Dtypes of float8 codes. The largest code is 1.75 times a power of two, whose exponent
+# follows.
 KINDS = {
     "float8": (jnp.dtype("float8_e4m3fn"), 8),
     "float8_e5m2": (jnp.dtype("float8_e5m2"), 15),

@@ -319,7 +319,8 @@ def _eight_bit(
     """Quantises a matrix; `inputs` are the dims that are summed over."""
     shape = tuple(1 if dim in inputs else size for dim, size in enumerate(weight.shape))
     make = _eight_bit_program(_like(weight, weight.shape), _like(weight, shape))
-    return EightBit(*_made(make, weight, kind, inputs), weight.dtype, rounds_inputs)
+    codes, scales = _made(make, weight, kind, inputs)
+    return EightBit(codes, scales, weight.dtype, rounds_inputs)
 
 
 @functools.cache
