@@ -13,7 +13,7 @@ forward pass keeps a byte a value of x. Scales are powers of two (`eight_bits`),
 moving them from one factor of a sum to the other rounds nothing. Gradients have the
 wider range of e5m2. The parameters and what is between products keep their dtype.
 
-The codes of W are those of `quantized.quantize`, so a sampler with float8 weights that
+`quantized.quantize` makes the same codes of W, so a sampler with float8 weights that
 rounds its inputs computes y as the trainer does.
 
 We do not use qwix: it intercepts the operations of modules, and ours are functions of
