@@ -18,25 +18,13 @@ from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.reference import open_reference
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.sampler import Engine, Request, SamplingParams
-from jaxrl_post.sharding import create_mesh
-from tests.learner.test_learner import sequences
+from tests.learner.test_adapters import batch_of
 from tests.programs.test_layouts import SIZES
 from tests.programs.trainers import make_model
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 FLOAT8 = UpdateConfig(microbatch_tokens=512, precision="float8")
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    before = jax.sharding.get_mesh()
-    jax.set_mesh(create_mesh("dp1", jax.devices()[:1]))
-    yield
-    jax.set_mesh(before)
-
-
-def batch_of():
-    made = packing.pack([(each,) for each in sequences()], 32, 16)
-    return made.replace(tokens=made.tokens % 64)
 
 
 def begin(update, adapter=None):

@@ -137,10 +137,10 @@ MODELS = [
         "models/test_float8.py",
     ),
     Fault(
-        "rows after the last expert's decide on a scale",
-        f"{FLOAT8}::Float8.grouped",
-        "jnp.where(known, x, 0)",
-        "x",
+        "products of experts in float8 forget the scales of tokens in a gradient",
+        f"{FLOAT8}::_grouped_backward",
+        "scaled(change, input_scales)",
+        "change",
         "models/test_float8.py",
     ),
     Fault(

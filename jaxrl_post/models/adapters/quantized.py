@@ -301,12 +301,12 @@ class Quantizer:
         ):
             for matrix in matrices(self._made).values():
                 jax.tree.map(lambda array: array.delete(), matrix)
-            self._made = self.shapes(params)
+            self._made = self.quantized(params)
             self._sources = sources
         return self._made
 
-    def shapes(self, params: DecoderParams[Any]) -> DecoderParams[Any]:
-        """As a call, for ShapeDtypeStructs; nothing is kept."""
+    def quantized(self, params: DecoderParams[Any]) -> DecoderParams[Any]:
+        """As a call, also for ShapeDtypeStructs; nothing is kept or deleted."""
         return quantize(params, self.kind, rounds_inputs=self.rounds_inputs)
 
 

@@ -186,7 +186,7 @@ def sampler_layout(
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), base
         )
-        base = codes = weights.shapes(shapes)
+        base = codes = weights.quantized(shapes)
     try:
         mesh = own or same_devices(rollout.mesh, model.mesh)
         if own is None and mesh is model.mesh and dtype == model.dtype:
