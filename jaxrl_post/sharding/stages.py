@@ -257,7 +257,9 @@ def through_stages(
             round_, microbatch = now.slots[stage]
             slot = StageSlot(jnp.maximum(round_, 0), jnp.maximum(microbatch, 0))
             entering = _where(now.enters >= 0, _at(stream, now.enters), entering)
-            # Idle stages get inputs too: gradients of zeros could be NaN.
+            # Idle stages get inputs too: results that pass through more chunks could
+            # become infinite, and their gradients NaN. For the same reason the loop
+            # begins with inputs, not with zeros.
             fresh = (round_ == IDLE) | ((stage == 0) & (round_ == 0))
             out, told = chunk(weights, facts, slot, _where(fresh, entering, passed))
             leaving = _where(stage == last, out, leaving)

@@ -1,4 +1,4 @@
-"""What several tests of the learner take."""
+"""Fixtures that several tests of the learner share."""
 
 from collections.abc import Iterator
 

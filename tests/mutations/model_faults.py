@@ -102,7 +102,7 @@ MODELS = [
         SHARED,
     ),
     Fault(
-        "a stage that is idle computes on zeros",
+        "an idle stage computes on with results of the last one",
         f"{STAGES}::through_stages.local.tick",
         "(round_ == IDLE) | ((stage == 0) & (round_ == 0))",
         "(stage == 0) & (round_ == 0)",

@@ -108,24 +108,32 @@ def test_microbatches_meet_all_chunks_in_order(sizes):
 
 
 @pytest.mark.meshes
-def test_what_idle_slots_compute_reaches_no_gradient():
-    """A chunk whose derivative at 0 is infinite."""
-    schedule = Schedule(2, 1, 1)
+@pytest.mark.parametrize(
+    ("stages", "chunk", "inputs", "expected"),
+    [
+        # The derivative at 0 is infinite, as before the first microbatch comes.
+        (2, jnp.sqrt, [1.0, 16.0], [1 / 4, 16**-0.75 / 4]),
+        # Results that went through more chunks, in slots after the last, are infinite.
+        (4, jnp.square, [10.0] * 4, [16 * 10.0**15] * 4),
+    ],
+)
+def test_what_idle_slots_compute_reaches_no_gradient(stages, chunk, inputs, expected):
+    schedule = Schedule(stages, 1, 1)
 
     def loss(inputs):
-        batch = Microbatches.of(2, 2, DEFAULT_RULES.without(STAGE_AXIS))
+        batch = Microbatches.of(stages, stages, DEFAULT_RULES.without(STAGE_AXIS))
         stream, _ = through_stages(
             schedule,
-            lambda w, f, slot, x: (jnp.sqrt(x), ()),
+            lambda w, f, slot, x: (chunk(x), ()),
             (),
             (),
             batch.stream(inputs),
         )
         return batch.joined(stream).sum()
 
-    with jax.set_mesh(create_mesh("pp2", jax.devices()[:2])):
-        grad = jax.jit(jax.grad(loss))(jnp.array([1.0, 16.0]))
-    np.testing.assert_allclose(grad, [1 / 4, 16**-0.75 / 4], rtol=1e-6)
+    with jax.set_mesh(create_mesh(f"pp{stages}", jax.devices()[:stages])):
+        grad = jax.jit(jax.grad(loss))(jnp.array(inputs))
+    np.testing.assert_allclose(grad, expected, rtol=1e-6)
 
 
 @pytest.mark.meshes
