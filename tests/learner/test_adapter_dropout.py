@@ -158,7 +158,8 @@ def test_layers_and_matrices_differ_and_so_do_policy_and_critic():
         for path, matrix in matrices(whole).items():
             ones = jnp.ones((matrix.dropout.tokens.size, 8))
             masks[head, path] = np.asarray(matrix.dropout.of(ones)).tobytes()
-    assert len(set(masks.values())) == len(masks) == 14
+    # Two heads, two layers, seven matrices.
+    assert len(set(masks.values())) == len(masks) == 28
 
 
 @pytest.mark.parametrize(("remat", "scan"), [("dots", True), ("full", False)])

@@ -39,8 +39,6 @@ from tests.learner.test_learner import sequences
 from tests.pretrained.checkpoints import edit_config
 from tests.programs.trainers import make_model
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
 RANK4 = AdapterConfig(rank=4, alpha=8.0)
 
 
@@ -55,6 +53,15 @@ def some_model():
         specs=models.param_specs(config),
         params=tiny.params(config),
     )
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    """Models are made on one device, even if a test set a mesh before."""
+    before = jax.sharding.get_mesh()
+    jax.set_mesh(create_mesh("dp1", jax.devices()[:1]))
+    yield
+    jax.set_mesh(before)
 
 
 def batch_of():

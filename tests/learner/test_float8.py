@@ -18,11 +18,11 @@ from jaxrl_post.learner.learner import begin_training
 from jaxrl_post.learner.reference import open_reference
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.sampler import Engine, Request, SamplingParams
-from tests.learner.test_adapters import batch_of
+from tests.learner.test_adapters import batch_of, one_device
 from tests.programs.test_layouts import SIZES
 from tests.programs.trainers import make_model
 
-pytestmark = pytest.mark.usefixtures("one_device")
+__all__ = ["one_device"]
 
 FLOAT8 = UpdateConfig(microbatch_tokens=512, precision="float8")
 
