@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxrl_post.algorithms.objective import Objective, Predictions
 from jaxrl_post.kernels.dispatch import Implementation
-from jaxrl_post.kernels.token_logprob import Scaling, token_logprob
+from jaxrl_post.kernels.token_logprob import ExactLogits, Scaling, token_logprob
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.metrics import Metric, masked
 from jaxrl_post.models import (
@@ -32,7 +32,9 @@ from jaxrl_post.models import (
 )
 from jaxrl_post.models.adapters.float8 import in_float8
 from jaxrl_post.models.decoder import Execution, Remat
-from jaxrl_post.models.exact import ExactHead, exact_forward
+from jaxrl_post.models.exact import exact_tokens
+from jaxrl_post.models.layer import ComputedTokens, LayerValues
+from jaxrl_post.models.layers import logits_of
 from jaxrl_post.models.vision import (
     PictureTokens,
     RowPictures,
@@ -97,8 +99,8 @@ class Policy:
         router_balance: weight of the experts' load-balancing loss.
         router_z: weight of the routers' z-loss.
         scan: whether repeated layers are compiled once, as a loop.
-        exact: whether log-probs get their values from `models.exact`, which the
-            sampler gives to the last bit, and their gradient from `forward`.
+        exact: whether all values are those of `models.exact`, whose log-probs the
+            sampler gives to the last bit; the derivative is that of `forward`.
         kernels: implementation of attention and of log-probs.
         rounds: chunks of layers of a pipeline stage, as `Execution.rounds`.
         float8: whether matrix products are computed in float8, see `models.adapters`.
@@ -202,6 +204,8 @@ def _inputs(
         cut["tokens"] = _with_pictures(
             policy, params, cut["tokens"], batch.pictures, chunks
         )
+    elif policy.exact:
+        cut["tokens"] = _exact_tokens(policy, params, batch, chunks)
     return {**cut, "indices": chunks.indices}
 
 
@@ -260,59 +264,37 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         scaling=Scaling(
             policy.temperature * divisor, None if cap is None else cap * divisor
         ),
+        exact=_exact_logits(policy),
         rules=chunks.rules,
         implementation=policy.kernels,
     )
     logprobs, entropy = chunks.join(predicted.logprob), chunks.join(predicted.entropy)
-    if policy.exact:
-        logprobs = _with_value(logprobs, _exact_logprobs(policy, params, batch))
     return own._replace(logprobs=logprobs, entropy=entropy, values_after=after)
 
 
-def _exact_logprobs(
-    policy: Policy, params: PyTree, batch: TokenBatch
-) -> Float[Array, "rows length"]:
-    params, rules = jax.lax.stop_gradient(params), policy.rules
-    shape, ends = batch.tokens.shape, jnp.asarray(batch.ends)
-    hidden, _ = exact_forward(
-        params,
+def _exact_logits(policy: Policy) -> ExactLogits | None:
+    """The sampler's logits, if the policy is exact."""
+    if not policy.exact:
+        return None
+    return ExactLogits(functools.partial(logits_of, policy.config), policy.temperature)
+
+
+def _exact_tokens(
+    policy: Policy, params: PyTree, batch: TokenBatch, chunks: Chunks
+) -> ComputedTokens:
+    """The tokens with the values of exact mode."""
+    arrays = batch.tokens, batch.positions, batch.ends
+    tokens, positions, ends = (chunks.split(jnp.asarray(array)) for array in arrays)
+    return exact_tokens(
+        jax.lax.stop_gradient(params),
         policy.config,
-        jnp.asarray(batch.tokens),
-        positions=jnp.asarray(batch.positions),
-        counted=ends > 0,
+        tokens,
+        positions=positions,
         ends=ends,
-        rules=rules,
+        rules=chunks.rules,
+        # Others would be kept for the backward pass.
+        names=("output",) if policy.remat == "full" else LayerValues._fields,
     )
-    kept = None
-    if batch.kept is not None:
-        kept = jnp.asarray(batch.kept).reshape(-1, batch.kept.shape[-1])
-    # Rows are whole here, on any mesh.
-    before = jnp.take_along_axis(hidden, batch.previous[..., None], axis=1)
-    logprobs, log_masses = ExactHead(params, policy.config, rules).score(
-        before.reshape(-1, hidden.shape[-1]),
-        jnp.asarray(batch.tokens).reshape(-1),
-        policy.temperature,
-        jnp.asarray(batch.loss_mask).reshape(-1),
-        kept,
-    )
-    return (logprobs - log_masses).reshape(shape)
-
-
-@jax.custom_vjp
-def _with_value(differentiable: Array, value: Array) -> Array:
-    """Returns `value`, with the gradient of `differentiable`."""
-    return value
-
-
-def _with_value_forward(differentiable: Array, value: Array) -> tuple[Array, None]:
-    return value, None
-
-
-def _with_value_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
-    return cotangent, jnp.zeros_like(cotangent)
-
-
-_with_value.defvjp(_with_value_forward, _with_value_backward)
 
 
 def _routed_states(

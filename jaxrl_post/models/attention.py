@@ -1,5 +1,6 @@
 """Attention layers: grouped-query attention and multi-head latent attention."""
 
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -73,6 +74,7 @@ class Context(NamedTuple):
         kernels: implementation of attention.
         choice: of the last layer that has an indexer, as `selection.choose_in_rows`
             returns it; None for full attention.
+        at: as `Mode.at`, which meets queries, keys and values.
     """
 
     positions: Int[Array, "batch length"]
@@ -83,6 +85,7 @@ class Context(NamedTuple):
     entry: LayerCache | KeysValues | None
     kernels: Implementation = "auto"
     choice: Int[Array, "batch length top_k"] | None = None
+    at: Callable[[str, Array], Array] = lambda _, own: own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,9 +109,10 @@ def grouped_query(
         cache with these tokens, or these tokens' own.
     """
     query, gate = queries(config, params, x, context)
-    entry = context.entry
+    query, entry = context.at("query", query), context.entry
     if params.key is not None:
         key, value = keys_and_values(config, params, x, context)
+        key, value = context.at("key", key), context.at("value", value)
         entry = _with_entries(key.swapaxes(1, 2), value.swapaxes(1, 2), context, rules)
     if entry is None:
         raise ValueError(

@@ -17,7 +17,7 @@ from jaxrl_post.models.attention import (
 from jaxrl_post.models.cache import KVView, LayerCache, StateCache
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.experts import Chosen, RouterInputs, Routing, routing
-from jaxrl_post.models.layer import Part
+from jaxrl_post.models.layer import ComputedTokens, LayerValues, Part, with_value
 from jaxrl_post.models.layers import embed, norm, per_layer_inputs, per_layer_rows
 from jaxrl_post.models.mtp import MTPTokens
 from jaxrl_post.models.params import DecoderParams, LayerParams
@@ -43,7 +43,7 @@ DEFAULT_EXECUTION = Execution()
 def forward(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Int[Array, "batch length"] | PictureTokens | MTPTokens,
+    tokens: Int[Array, "batch length"] | PictureTokens | MTPTokens | ComputedTokens,
     *,
     positions: Int[Array, "batch length"] | None = None,
     ends: Int[Array, "batch length"] | None = None,
@@ -60,8 +60,9 @@ def forward(
     Args:
         params: parameters in the compute dtype.
         config: the model's config, static under jit.
-        tokens: int32 ids in [0, vocab_size), or ids with the embeddings of pictures, or
-            with hidden states for multi-token prediction.
+        tokens: int32 ids in [0, vocab_size), or ids with the embeddings of pictures,
+            with hidden states for multi-token prediction, or with what another pass
+            computed of them.
         positions: int32; default 0, 1, 2, ... along each row.
         ends: int32, for packed rows, as `TokenBatch.ends`; 0 marks padding, whose
             hidden states mean nothing. Default: every row is one sequence.
@@ -131,7 +132,7 @@ def forward_with_experts(
 def forward_with_routing(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Int[Array, "batch length"] | PictureTokens,
+    tokens: Int[Array, "batch length"] | PictureTokens | ComputedTokens,
     *,
     told: RouterInputs,
     positions: Int[Array, "batch length"] | None = None,
@@ -201,6 +202,7 @@ class _Place:
         past: None with a cache, or for a model without states.
         told: the experts to choose, [batch, length, layers with experts, chosen]; of a
             layer, as in `Mode`.
+        computed: what another pass computed; None for nothing.
         kernels: implementation of attention.
         recorded: whether the layer returns the experts that it chose.
     """
@@ -217,6 +219,7 @@ class _Place:
     choice: Array | None = None
     past: Past | None = None
     told: Array | None = None
+    computed: LayerValues | None = None
     kernels: Implementation = struct.field(pytree_node=False, default="auto")
     recorded: bool = struct.field(pytree_node=False, default=False)
 
@@ -264,6 +267,7 @@ class _Place:
             entry=entry,
             kernels=self.kernels,
             choice=self.choice,
+            at=self.at,
         )
         choice = None
         if config.latent is None:
@@ -287,18 +291,24 @@ class _Place:
             return chosen.experts.astype(jnp.int16)
         return None if self.mask is None else routing(chosen, self.mask.reshape(-1))
 
+    def at(self, name: str, own: Array) -> Array:
+        """Takes what another pass computed."""
+        return own if self.computed is None else self.computed.at(name, own)
+
 
 def _run(
     params: DecoderParams[Array],
     config: ModelConfig,
-    tokens: Array | PictureTokens | MTPTokens,
+    tokens: Array | PictureTokens | MTPTokens | ComputedTokens,
     place: _Place,
     kv_view: KVView | None,
     execution: Execution,
 ) -> tuple[Array, Sequence[Any], Sequence[Any]]:
     """Returns hidden states and every layer's cache and routing (or None)."""
     rules, told = place.rules, place.told
-    given = rotations = None
+    given = rotations = computed = None
+    if isinstance(tokens, ComputedTokens):
+        computed, tokens = tokens, tokens.tokens
     if isinstance(tokens, PictureTokens | MTPTokens):
         given, tokens = tokens, tokens.tokens
     if place.positions is None:
@@ -329,12 +339,15 @@ def _run(
         _inputs(params, config, tokens, hidden, rules),
         _told(config, told),
         levels,
+        [None] * config.num_layers if computed is None else computed.layers,
         facts,
         places,
         rules,
     )
     flow = run_layers(config, stack, hidden, execution, kv_view)
     hidden = norm(config, flow.hidden, params.final_norm)
+    if computed is not None:
+        hidden = with_value(hidden, computed.hidden)
     return hidden.reshape(*tokens.shape, -1), flow.entries, flow.routed
 
 

@@ -7,23 +7,110 @@ add their parts, and in the mixers. Training, prefill and decoding are one of th
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.experts import Chosen, mixture
-from jaxrl_post.models.layers import mlp, norm, per_layer_update, scaled, unit_norm
+from jaxrl_post.models.layers import (
+    mlp_inputs,
+    mlp_output,
+    norm,
+    per_layer_update,
+    scaled,
+    unit_norm,
+)
 from jaxrl_post.models.params import LayerParams
 from jaxrl_post.models.rows import Rows
 from jaxrl_post.sharding import Rules, constrain
-from jaxrl_post.types import Array
+from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["Mode", "Part", "run_layer"]
+__all__ = [
+    "ComputedTokens",
+    "LayerValues",
+    "Mode",
+    "Part",
+    "run_layer",
+    "with_value",
+]
 
 # The parts of a layer whose last product devices may split.
 Part = Literal["attention", "recurrence", "dense", "experts"]
+
+
+class LayerValues(NamedTuple):
+    """What a layer computes on its way, a row a token; None for what is not kept.
+
+    Attributes:
+        query: rotated, [tokens, heads, head_dim].
+        key: rotated, [tokens, kv_heads, head_dim].
+        value: as attention reads it, [tokens, kv_heads, value_dim].
+        between: the residual stream after the mixer, [tokens, hidden].
+        gate: of a dense MLP, [tokens, ffn].
+        up: what the gate is multiplied with, [tokens, ffn].
+        output: the residual stream after the layer, [tokens, hidden].
+    """
+
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+    between: Array | None = None
+    gate: Array | None = None
+    up: Array | None = None
+    output: Array | None = None
+
+    def at(self, name: str, own: Array) -> Array:
+        """Returns `own`, with the value `name` if it is kept."""
+        value = getattr(self, name)
+        return own if value is None else with_value(own, value)
+
+
+@struct.dataclass
+class ComputedTokens:
+    """Tokens with what another pass, such as exact mode's, computed of them.
+
+    A pass over them has these values and its own derivative: what only its own values
+    would need is not computed.
+
+    Attributes:
+        tokens: int32 ids.
+        layers: of each layer.
+        hidden: final hidden states, after the last norm.
+    """
+
+    tokens: Int[Array, "batch length"]
+    layers: tuple[LayerValues, ...]
+    hidden: Float[Array, "batch length hidden"]
+
+
+@jax.custom_vjp
+def with_value(differentiable: Array, value: Array) -> Array:
+    """Returns `value`, with the derivative of `differentiable`.
+
+    Args:
+        differentiable: any float array.
+        value: as many numbers of its dtype, in its order.
+
+    >>> at_three = jax.value_and_grad(lambda x: with_value(x * x, jnp.float32(9.5)))
+    >>> [leaf.item() for leaf in at_three(jnp.float32(3.0))]
+    [9.5, 6.0]
+    """
+    assert value.dtype == differentiable.dtype
+    return value.reshape(differentiable.shape)
+
+
+def _with_value_forward(differentiable: Array, value: Array) -> tuple[Array, None]:
+    return value.reshape(differentiable.shape), None
+
+
+def _with_value_backward(_: None, cotangent: Array) -> tuple[Array, None]:
+    return cotangent, None
+
+
+with_value.defvjp(_with_value_forward, _with_value_backward)
 
 
 @runtime_checkable
@@ -72,6 +159,10 @@ class Mode(Protocol):
         """Returns what is kept of the experts that a router chose."""
         ...
 
+    def at(self, name: str, own: Array) -> Array:
+        """Meets the field `name` of `LayerValues`; returns what takes its place."""
+        ...
+
 
 def run_layer(
     config: ModelConfig,
@@ -114,6 +205,7 @@ def run_layer(
         part, entry, choice = mode.mixed(config, index, params, x)
         add = functools.partial(_add, config, mode, params.attention_post_norm)
         hidden = rows.each(add, hidden, mode.parts(part, spec.mixer))
+        hidden = mode.at("between", hidden)
     if spec.mlp is not None:
         hidden, routed = _feed_forward(config, index, params, hidden, mode)
     if params.per_layer is not None or params.scale is not None:
@@ -121,6 +213,7 @@ def run_layer(
         hidden = rows.each(end, hidden, mode.inputs)
     if mode.level is not None:
         hidden = rows.each(jnp.add, hidden, mode.level)
+    hidden = mode.at("output", hidden)
     return hidden, entry, routed, choice
 
 
@@ -134,8 +227,13 @@ def _feed_forward(
     """Adds the MLP, the experts, or their sum; also what is kept of the router."""
     dense, mixed, routed = (), (), None
     if params.mlp is not None:
-        part = mode.rows.each(functools.partial(_dense, config, mode, params), hidden)
-        dense = mode.parts(part, "dense")
+        inner = mode.rows.each(functools.partial(_gate_and_up, config, params), hidden)
+        gate, up = (
+            None if each is None else mode.at(name, each)
+            for name, each in zip(("gate", "up"), inner, strict=True)
+        )
+        output = functools.partial(mlp_output, config, params.mlp, rules=mode.rules)
+        dense = mode.parts(mode.rows.each(output, gate, up), "dense")
     if params.experts is not None:
         experts = functools.partial(_experts, config, index, mode, params)
         part, routed = mode.rows.each(experts, hidden, mode.told)
@@ -144,12 +242,11 @@ def _feed_forward(
     return mode.rows.each(both, hidden, dense, mixed), routed
 
 
-def _dense(
-    config: ModelConfig, mode: Mode, params: LayerParams[Array], hidden: Array
-) -> Array:
+def _gate_and_up(
+    config: ModelConfig, params: LayerParams[Array], hidden: Array
+) -> tuple[Array | None, Array]:
     assert params.mlp is not None
-    x = _normed(config, hidden, params.mlp_norm)
-    return mlp(config, params.mlp, x, mode.rules)
+    return mlp_inputs(params.mlp, _normed(config, hidden, params.mlp_norm))
 
 
 def _experts(

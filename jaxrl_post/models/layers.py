@@ -33,6 +33,8 @@ __all__ = [
     "logits",
     "logits_of",
     "mlp",
+    "mlp_inputs",
+    "mlp_output",
     "norm",
     "per_layer_inputs",
     "per_layer_rows",
@@ -179,10 +181,27 @@ def mlp(
     rules: Rules | None,
 ) -> Float[Array, "tokens hidden"]:
     """The MLP (gated: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202)."""
+    return mlp_output(config, params, *mlp_inputs(params, x), rules)
+
+
+def mlp_inputs(
+    params: MLPParams[Array], x: Float[Array, "tokens hidden"]
+) -> tuple[Float[Array, "tokens ffn"] | None, Float[Array, "tokens ffn"]]:
+    """Returns the gate, None for an MLP without one, and what it gates."""
     gate = None
     if params.gate is not None:
         gate = project(x, params.gate, params.gate_bias)
-    up = project(x, params.up, params.up_bias)
+    return gate, project(x, params.up, params.up_bias)
+
+
+def mlp_output(
+    config: ModelConfig,
+    params: MLPParams[Array],
+    gate: Float[Array, "tokens ffn"] | None,
+    up: Float[Array, "tokens ffn"],
+    rules: Rules | None,
+) -> Float[Array, "tokens hidden"]:
+    """Returns what an MLP makes of its `mlp_inputs`."""
     inner = constrain(activated(config.activation, gate, up), ("batch", "ffn"), rules)
     return project(inner, params.down, params.down_bias)
 

@@ -13,7 +13,7 @@ from jaxrl_post.kernels.dispatch import Implementation
 from jaxrl_post.models.adapters.float8 import PRODUCT
 from jaxrl_post.models.cache import KVView
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.layer import run_layer
+from jaxrl_post.models.layer import LayerValues, run_layer
 from jaxrl_post.models.params import LayerParams
 from jaxrl_post.models.selection import no_choice
 from jaxrl_post.sharding import Rules, constrain
@@ -69,6 +69,7 @@ class LayerStack(NamedTuple):
         inputs: embeddings of tokens for the layer, [tokens, size] or None.
         told: experts that the layer must choose, [tokens, chosen] or None.
         levels: added to the layer's output, [tokens, hidden] or None.
+        computed: what another pass computed, or None; stages compute it again.
         facts: arrays [batch, length, ...], positions first.
         places: makes the `Mode`s of all layers from facts and rules, without what only
             one layer reads.
@@ -79,6 +80,7 @@ class LayerStack(NamedTuple):
     inputs: Sequence[Array | None]
     told: Sequence[Array | None]
     levels: Sequence[Array | None]
+    computed: Sequence[LayerValues | None]
     facts: tuple[Any, ...]
     places: Callable[[tuple[Any, ...], Rules], Sequence[Any]]
     rules: Rules
@@ -154,12 +156,15 @@ def run_layers(
             rows for them.
     """
     places = [
-        dataclasses.replace(place, inputs=inputs, told=told, level=level)
-        for place, inputs, told, level in zip(
+        dataclasses.replace(
+            place, inputs=inputs, told=told, level=level, computed=computed
+        )
+        for place, inputs, told, level, computed in zip(
             stack.places(stack.facts, stack.rules),
             stack.inputs,
             stack.told,
             stack.levels,
+            stack.computed,
             strict=True,
         )
     ]
@@ -244,14 +249,15 @@ def _looped(
 
     def body(carry: tuple, each: tuple) -> tuple:
         (hidden, choice), found = carry, []
-        for step, (layer, inputs, told), place in zip(steps, each, own, strict=True):
-            place = dataclasses.replace(place, inputs=inputs, told=told, choice=choice)
+        for step, (layer, by_layer), place in zip(steps, each, own, strict=True):
+            place = dataclasses.replace(place, choice=choice, **by_layer)
             hidden, entry, one, choice = step(layer, hidden, place)
             found.append((entry, one))
         return (hidden, choice), tuple(found)
 
+    names = "inputs", "told", "computed"
     of_layers = [
-        (layer, place.inputs, place.told)
+        (layer, {name: getattr(place, name) for name in names})
         for layer, place in zip(layers, places, strict=True)
     ]
     stacked = _stacked(span.by_repeat(of_layers))

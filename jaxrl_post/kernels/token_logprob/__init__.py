@@ -7,8 +7,10 @@ from jaxrl_post.kernels.token_logprob.api import (
     token_logprob,
 )
 from jaxrl_post.kernels.token_logprob.reference import exponentials, from_logits
+from jaxrl_post.kernels.token_logprob.rows import ExactLogits
 
 __all__ = [
+    "ExactLogits",
     "Scaling",
     "TokenLogprob",
     "exponentials",

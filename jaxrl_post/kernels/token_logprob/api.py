@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.dispatch import Implementation, choose
+from jaxrl_post.kernels.row_tiles import TILE
 from jaxrl_post.kernels.token_logprob import xla
 from jaxrl_post.kernels.token_logprob.counted import ByRow, Residuals
 from jaxrl_post.kernels.token_logprob.reference import (
@@ -17,6 +18,7 @@ from jaxrl_post.kernels.token_logprob.reference import (
     TokenLogprob,
     from_logits,
 )
+from jaxrl_post.kernels.token_logprob.rows import ExactLogits
 from jaxrl_post.sharding import (
     DEFAULT_RULES,
     Rules,
@@ -59,6 +61,7 @@ def token_logprob(
     mask: Bool[Array, "batch length"] | None = None,
     kept: Int[Array, "batch length kept"] | None = None,
     scaling: Scaling = UNSCALED,
+    exact: ExactLogits | None = None,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "auto",
     interpret: bool = False,
@@ -81,6 +84,9 @@ def token_logprob(
             log p(target) - log(their mass). Without ids, or with None, it is that among
             all tokens, as the entropy always is.
         scaling: what becomes a logit of a product.
+        exact: the same logits, as exact mode computes them (`models.exact`). All values
+            are then those of exact mode, whose bits depend on their row alone, and
+            `implementation` computes the derivative; "reference" means "xla".
         rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
         implementation: "auto" takes "pallas_tpu" on TPUs, "pallas_gpu" on Hopper GPUs
             for bfloat16 and a width that is a multiple of 64, and "xla" elsewhere;
@@ -92,8 +98,8 @@ def token_logprob(
 
     Raises:
         ValueError: the dtypes differ, the temperature or the softcap is not positive,
-            `vocab_size` is out of its range, or the implementation is unknown, does not
-            run here or cannot compute this call.
+            `vocab_size` is out of its range, or not that of exact logits; or the
+            implementation is unknown, does not run here or cannot compute this call.
 
     >>> import jax.numpy as jnp
     >>> h, w = jnp.zeros((1, 2, 3)), jnp.ones((4, 3))
@@ -129,6 +135,11 @@ def token_logprob(
             f"token_logprob: vocab_size must lie in 1..{unembedding.shape[0]}, the "
             f"rows of unembedding; got {vocab_size}"
         )
+    if exact is not None and vocab_size != unembedding.shape[0]:
+        raise ValueError(
+            "token_logprob: exact logits have a column for each row of unembedding, "
+            f"{unembedding.shape[0]}; got a vocab_size of {vocab_size}"
+        )
     implementation = choose(
         "token_logprob",
         implementation,
@@ -141,14 +152,14 @@ def token_logprob(
     )
     mask = jnp.ones(targets.shape, jnp.bool_) if mask is None else mask
     by_row, static = ByRow(targets, mask, kept), (vocab_size, temperature, softcap)
-    if implementation == "reference":
+    if implementation == "reference" and exact is None:
         return _reference(hidden, unembedding, by_row, *static)
     split = _split(unembedding.shape, targets.shape, rules)
     columns = unembedding.shape[0]
     if split is not None:
         mesh = jax.sharding.get_abstract_mesh()
         columns //= math.prod(mesh.shape[axis] for axis in split.vocab)
-    plan = _Plan(split, columns, static, implementation, interpret)
+    plan = _Plan(split, columns, static, implementation, interpret, exact)
     return TokenLogprob(*_fused(plan, hidden, unembedding, by_row))
 
 
@@ -190,6 +201,7 @@ class _Plan(NamedTuple):
         scaling: number of real columns, temperature and softcap.
         implementation: that computes it.
         interpret: whether a Pallas kernel is interpreted.
+        exact: as in `token_logprob`.
     """
 
     split: TableSplit | None
@@ -197,6 +209,7 @@ class _Plan(NamedTuple):
     scaling: tuple[int, float, float | None]
     implementation: Implementation
     interpret: bool
+    exact: ExactLogits | None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -221,12 +234,22 @@ class _Plan(NamedTuple):
                 *self.scaling, self.axes, interpret=self.interpret
             )
         else:
-            module = xla
-            layout = xla.Layout(tile_rows(self.columns), *self.scaling, self.axes)
-        return (
-            functools.partial(module.forward, layout=layout),
-            functools.partial(module.backward, layout=layout),
-        )
+            module, layout = xla, self._layout()
+        forward = functools.partial(module.forward, layout=layout)
+        if self.exact is not None and module is not xla:
+
+            def forward(*arrays: Any) -> tuple[Array, Array, Residuals]:
+                *found, residuals = xla.forward(*arrays, self._layout())
+                return *found, residuals._replace(logits=None)
+
+        return forward, functools.partial(module.backward, layout=layout)
+
+    def _layout(self) -> xla.Layout:
+        """The layout of "xla", which computes exact values for all implementations."""
+        tile = tile_rows(self.columns)
+        if self.exact is not None:
+            tile = max(TILE, tile // TILE * TILE)
+        return xla.Layout(tile, *self.scaling, self.axes, self.exact)
 
 
 def _split(

@@ -1,8 +1,10 @@
-"""Log-probabilities whose bits depend on the row of logits alone.
+"""Logits and log-probabilities whose bits depend on their row alone.
 
-Sampler and trainer both call `logprob_rows`, on logits that lie in memory, so that it
-gives the same bits (see `kernels.row_tiles`).
+Sampler and trainer both call these functions, `logprob_rows` on logits that lie in
+memory, so that they give the same bits (see `kernels.row_tiles`).
 """
+
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,52 @@ from jaxrl_post.kernels.row_tiles import map_tiles
 from jaxrl_post.kernels.token_logprob.reference import MASKED
 from jaxrl_post.types import Array, Float, Int
 
-__all__ = ["logprob_rows"]
+__all__ = ["ExactLogits", "RowLogits", "logit_rows", "logprob_rows"]
+
+
+@runtime_checkable
+class RowLogits(Protocol):
+    """Computes float32 logits [rows, columns] before they are divided by a temperature.
+
+    From a part of the unembedding [columns, hidden] and hidden states [rows, hidden].
+    """
+
+    def __call__(self, weight: Array, hidden: Array, /) -> Array: ...
+
+
+class ExactLogits(NamedTuple):
+    """How exact mode computes logits.
+
+    Attributes:
+        logits: before the temperature.
+        temperature: > 0, divides them.
+    """
+
+    logits: RowLogits
+    temperature: float
+
+
+def logit_rows(
+    logits: RowLogits,
+    weight: Float[Array, "columns hidden"],
+    hidden: Float[Array, "rows hidden"],
+    scale: Float[Array, " rows"],
+    count: Int[Array, ""],
+) -> Float[Array, "rows columns"]:
+    """Float32 logits times `scale`; 0 in tiles beyond `count`.
+
+    Args:
+        logits: of a tile.
+        weight: this device's part of the unembedding.
+        hidden: rows a multiple of TILE.
+        scale: float32, 1 over the temperature.
+        count: number of rows to compute; they come first.
+    """
+
+    def scaled(hidden: Array, scale: Array) -> Array:
+        return logits(weight, hidden) * scale[:, None]
+
+    return map_tiles(scaled, [hidden, scale], count)
 
 
 def logprob_rows(
@@ -20,17 +67,17 @@ def logprob_rows(
     count: Int[Array, ""],
     axes: tuple[str, ...] = (),
     kept: Int[Array, "rows kept"] | None = None,
-) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
-    """log softmax(logits)[target] and the log of the kept mass, float32.
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
+    """log softmax(logits)[target], the normaliser, and the log of the kept mass.
 
-    Both are 0 in tiles beyond `count`.
+    They are float32, and 0 in tiles beyond `count`.
 
     Args:
         logits: float32, this device's columns; rows a multiple of TILE.
         targets: int32 in [0, vocab).
         count: number of rows to compute; they come first.
         axes: mesh axes of a `shard_map` that split the vocabulary.
-        kept: as in `token_logprob`; the second result is 0 without ids.
+        kept: as in `token_logprob`; the last result is 0 without ids.
     """
     columns = logits.shape[1]
     first = jax.lax.axis_index(axes) * columns if axes else jnp.int32(0)
@@ -60,7 +107,7 @@ def logprob_rows(
     of_parts = from_all(map_tiles(parts, [logits, targets], count))
     logprobs, normalizers = map_tiles(merged, of_parts, count)
     if kept is None:
-        return logprobs, jnp.zeros_like(logprobs)
+        return logprobs, normalizers, jnp.zeros_like(logprobs)
 
     def mass(logits: Array, normalizers: Array, kept: Array) -> Array:
         own = kept - first
@@ -82,4 +129,4 @@ def logprob_rows(
         return jnp.where(total > 0, top + jnp.log(total), 0.0)
 
     masses = from_all(map_tiles(mass, [logits, normalizers, kept], count))
-    return logprobs, map_tiles(log_mass, masses, count)
+    return logprobs, normalizers, map_tiles(log_mass, masses, count)

@@ -4,7 +4,8 @@ Masked rows cost nothing: the counted rows are gathered into tiles, and the numb
 tiles is decided at run time. Over a sharded vocabulary each device works on its own
 columns and the tiles' statistics are summed across `axes`. The forward pass saves the
 logits of the first tile for the backward pass, which recomputes the other tiles'
-logits.
+logits. In exact mode the forward pass computes a tile of rows by the functions of
+`rows`, and the backward pass is the same.
 
 Backward, with p = softmax(z), z = h W^T / temperature, H the entropy, and g, e, n the
 cotangents of log-prob, entropy and log-normaliser:
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_post.kernels.token_logprob.counted import (
     ByRow,
@@ -25,6 +27,11 @@ from jaxrl_post.kernels.token_logprob.counted import (
 )
 from jaxrl_post.kernels.token_logprob.kept import log_mass_of
 from jaxrl_post.kernels.token_logprob.reference import MASKED
+from jaxrl_post.kernels.token_logprob.rows import (
+    ExactLogits,
+    logit_rows,
+    logprob_rows,
+)
 from jaxrl_post.types import Array
 
 __all__ = ["Layout", "backward", "forward"]
@@ -39,6 +46,8 @@ class Layout(NamedTuple):
         temperature: divides the logits.
         softcap: c in c tanh(logits / c), before the temperature; None for no cap.
         axes: mesh axes over which the vocabulary is split, () if it is whole.
+        exact: the logits of exact mode, with a multiple of `row_tiles.TILE` rows in a
+            tile; None without it.
     """
 
     tile: int
@@ -46,6 +55,7 @@ class Layout(NamedTuple):
     temperature: float
     softcap: float | None = None
     axes: tuple[str, ...] = ()
+    exact: ExactLogits | None = None
 
 
 def forward(
@@ -58,9 +68,16 @@ def forward(
 
     def tile(index: Array, found: tuple[Array, ...]) -> tuple[tuple, Array]:
         chosen = _tile(order, index, layout.tile)
-        logits, first = _logits(take(hidden, chosen), weight, layout)
+        inputs, wanted = take(hidden, chosen), take(targets, chosen)
         ids = None if kept is None else take(kept, chosen)
-        stats = _statistics(logits, take(targets, chosen), first, ids, layout)
+        if layout.exact is None:
+            logits, first = _logits(inputs, weight, layout)
+            stats = _statistics(logits, wanted, first, ids, layout)
+        else:
+            count = (chosen < rows).sum(dtype=jnp.int32)
+            logits, stats = _exactly(
+                layout.exact, inputs, weight, (wanted, ids), count, layout
+            )
         found = tuple(
             array.at[chosen].set(value, mode="drop")
             for array, value in zip(found, stats, strict=True)
@@ -72,9 +89,8 @@ def forward(
     if rows > layout.tile:
         further = lambda index, found: tile(index, found)[0]  # noqa: E731
         found = jax.lax.fori_loop(1, num_tiles, further, found)
-    target, normalizer, entropy, *more = found
+    logprob, normalizer, entropy, *more = found
     log_mass = more[0] if more else None
-    logprob = target - normalizer
     if log_mass is not None:
         logprob = logprob - log_mass
     return logprob, entropy, Residuals(normalizer, entropy, log_mass, logits)
@@ -200,7 +216,7 @@ def _at(log_p: Array, columns: Array) -> Array:
 def _statistics(
     logits: Array, targets: Array, first: Array, kept: Array | None, layout: Layout
 ) -> tuple[Array, ...]:
-    """Target logit, log-normaliser and entropy of each row of a tile.
+    """Log-prob, log-normaliser and entropy of each row of a tile.
 
     With kept tokens also the log of their mass, 0 for a row without any.
     """
@@ -215,13 +231,42 @@ def _statistics(
     if layout.axes:
         total, target = jax.lax.psum((total, target), layout.axes)
     normalizer = top + jnp.log(total)
-    # A separate pass: for two sums over the same exponentials XLA would store them.
+    log_p, entropy = _entropy(logits, normalizer, layout)
+    if kept is None:
+        return target - normalizer, normalizer, entropy
+    among = _at(log_p, _local(kept, first))
+    log_mass = log_mass_of(among, kept[:, 0] >= 0, layout.axes)
+    return target - normalizer, normalizer, entropy, log_mass
+
+
+def _entropy(logits: Array, normalizer: Array, layout: Layout) -> tuple[Array, Array]:
+    """All log-probs, and the entropies.
+
+    A separate pass: for two sums over the same exponentials XLA would store them.
+    """
     log_p = logits - normalizer[:, None]
     entropy = -(jnp.exp(log_p) * log_p).sum(axis=-1)
     if layout.axes:
         entropy = jax.lax.psum(entropy, layout.axes)
-    if kept is None:
-        return target, normalizer, entropy
-    among = _at(log_p, _local(kept, first))
-    log_mass = log_mass_of(among, kept[:, 0] >= 0, layout.axes)
-    return target, normalizer, entropy, log_mass
+    return log_p, entropy
+
+
+def _exactly(
+    exact: ExactLogits,
+    hidden: Array,
+    weight: Array,
+    by_row: tuple[Array, Array | None],
+    count: Array,
+    layout: Layout,
+) -> tuple[Array, tuple[Array, ...]]:
+    """Logits of a tile's first `count` rows, and what `_statistics` says of them."""
+    targets, kept = by_row
+    # Divided on the host, as a compiler may divide by a constant in another way.
+    scale = np.float32(1) / np.float32(exact.temperature)
+    scales = jnp.full(targets.shape, scale)
+    logits = logit_rows(exact.logits, weight, hidden, scales, count)
+    logprob, normalizer, log_mass = logprob_rows(
+        logits, targets, count, layout.axes, kept
+    )
+    found = logprob, normalizer, _entropy(logits, normalizer, layout)[1]
+    return logits, found if kept is None else (*found, log_mass)

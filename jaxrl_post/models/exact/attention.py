@@ -6,6 +6,7 @@ query heads read. The form of training multiplies other matrices, so its bits di
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -153,6 +154,7 @@ def exact_attention(
     *,
     heads: tuple[str, ...],
     kv_heads: tuple[str, ...],
+    at: Callable[[str, Array], Array],
 ) -> tuple[Array, Read]:
     """Attention of all tokens, over their paths in the batch or over the cache.
 
@@ -166,6 +168,7 @@ def exact_attention(
             layer that reads the keys of another: what was read there.
         heads: mesh axes of a `shard_map` that split the query heads.
         kv_heads: axes that split the key/value heads; () if all devices have them all.
+        at: as `Mode.at`, which meets queries, keys and values.
 
     Returns:
         This device's part of the update [rows, hidden]; and what was read: the cache
@@ -176,6 +179,9 @@ def exact_attention(
         up = _latent_up(config, params.attention, x.dtype, rows)
     projected = functools.partial(_projected, config, index, params, up)
     query, gate, *made = rows.each(projected, x, rows.take(paths.positions))
+    if up is None:
+        for name, array in zip(("query", "key", "value"), (query, *made), strict=False):
+            at(name, array)
     if not config.layer(index).makes_keys:
         assert entry is not None
         read = entry

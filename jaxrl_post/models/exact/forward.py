@@ -6,7 +6,7 @@ fixed size (`kernels.row_tiles`), attention reads a path in fixed blocks
 (`kernels.attention.paths`), and the parts of devices that split a product are added in
 the devices' order. So both give the same bits. `forward` runs the same layers in
 another mode (`models.layer`). There is no derivative: the trainer takes the values from
-here and the gradient from `forward`.
+here (`exact_tokens`) and the derivative from `forward`.
 
 On a mesh every device computes its own tokens; weights that are split along the batch's
 axes are gathered; splits of heads, MLP and vocabulary stay.
@@ -25,7 +25,7 @@ from jaxrl_post.models.cache import KVCache, LayerCache, StateCache, state_specs
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.exact.attention import Paths, Read, exact_attention
 from jaxrl_post.models.experts import Chosen
-from jaxrl_post.models.layer import Part, run_layer
+from jaxrl_post.models.layer import ComputedTokens, LayerValues, Part, run_layer
 from jaxrl_post.models.layers import embed, norm, per_layer_inputs, per_layer_rows
 from jaxrl_post.models.matrix import part_axes
 from jaxrl_post.models.params import DecoderParams, LayerParams, param_specs
@@ -42,7 +42,7 @@ from jaxrl_post.sharding import (
 )
 from jaxrl_post.types import Array, Bool, Float, Int
 
-__all__ = ["check_exact", "exact_forward"]
+__all__ = ["check_exact", "exact_forward", "exact_tokens"]
 
 # Logical axes along which a device keeps its part of a weight.
 SPLIT = ("heads", "kv_heads", "ffn", "channels", "expert_ffn", "vocab")
@@ -110,6 +110,12 @@ class _Split(NamedTuple):
             "experts": self.expert_ffn,
         }[part]
 
+    def of_values(self, layer: int) -> LayerValues:
+        """PartitionSpecs of a layer's values."""
+        stream, heads = P(self.batch), P(self.batch, self.heads)
+        of_kv, ffn = P(self.batch, self.kv_heads[layer]), P(self.batch, self.ffn)
+        return LayerValues(heads, of_kv, of_kv, stream, ffn, ffn, stream)  # type: ignore[arg-type]
+
 
 def exact_forward(
     params: DecoderParams[Array],
@@ -141,6 +147,62 @@ def exact_forward(
     Raises:
         ValueError: the rules split experts and their shared MLP in different ways.
     """
+    arrays = _Arrays(tokens, positions, counted, ends, cache)
+    hidden, cache, _ = _run(params, config, arrays, rules, ())
+    return hidden, cache
+
+
+def exact_tokens(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    tokens: Int[Array, "batch length"],
+    *,
+    positions: Int[Array, "batch length"],
+    ends: Int[Array, "batch length"],
+    rules: Rules = DEFAULT_RULES,
+    names: Sequence[str] = LayerValues._fields,
+) -> ComputedTokens:
+    """Computes the tokens of packed rows in exact mode, for `forward`.
+
+    Of latent attention and recurrences there are no queries, keys and values, since
+    training computes others.
+
+    Args:
+        params: as in `exact_forward`; without a derivative.
+        config: as in `exact_forward`.
+        tokens: int32.
+        positions: as in `exact_forward`.
+        ends: as in `forward`; where it is 0, all values are 0.
+        rules: as in `forward`.
+        names: fields of `LayerValues` to keep.
+
+    Raises:
+        ValueError: as in `exact_forward`.
+    """
+    arrays = _Arrays(tokens, positions, ends > 0, ends)
+    hidden, _, layers = _run(params, config, arrays, rules, tuple(names))
+    return ComputedTokens(tokens, layers, hidden)
+
+
+class _Arrays(NamedTuple):
+    """Arguments of `exact_forward`."""
+
+    tokens: Array
+    positions: Array
+    counted: Array
+    ends: Array | None
+    cache: KVCache | None = None
+
+
+def _run(
+    params: DecoderParams[Array],
+    config: ModelConfig,
+    given: _Arrays,
+    rules: Rules,
+    names: tuple[str, ...],
+) -> tuple[Array, KVCache | None, tuple[LayerValues, ...]]:
+    """Returns hidden states, the cache, and what is kept of the layers."""
+    tokens, *others, cache = given
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     hidden, rows = hidden.reshape(*tokens.shape, -1), None
     weights = params.layers, params.final_norm, _without_tables(params)
@@ -148,9 +210,9 @@ def exact_forward(
         rows = per_layer_rows(config, params.per_layer, tokens.reshape(-1), rules)
         rows = rows.reshape(*tokens.shape, -1)
     mesh = jax.sharding.get_abstract_mesh()
-    arrays = ((hidden, rows), positions, counted, ends, cache)
+    arrays = ((hidden, rows), *others, cache)
     if mesh.empty or mesh.size == 1:
-        return _local(config, _Split(), weights, *arrays)
+        return _local(config, _Split(), names, weights, *arrays)
     split = _Split(
         batch=dividing_axes("batch", tokens.shape[0], mesh, rules),
         heads=dividing_axes("heads", config.num_heads, mesh, rules),
@@ -175,7 +237,7 @@ def exact_forward(
     of_cache = None if cache is None else _cache_specs(config, cache, split)
     specs = param_specs(config)
     return on_parts(
-        functools.partial(_local, config, split),
+        functools.partial(_local, config, split, names),
         in_specs=(
             _weight_specs(
                 weights,
@@ -189,7 +251,11 @@ def exact_forward(
             of_rows,
             of_cache,
         ),
-        out_specs=(of_rows, of_cache),
+        out_specs=(
+            of_rows,
+            of_cache,
+            tuple(split.of_values(layer) for layer in range(config.num_layers)),
+        ),
     )(weights, *arrays)
 
 
@@ -250,13 +316,14 @@ def _weight_specs(weights: Any, specs: Any, mesh: Any, rules: Rules) -> Any:
 def _local(
     config: ModelConfig,
     split: _Split,
+    names: tuple[str, ...],
     weights: tuple[Sequence[LayerParams[Array]], Array, Any],
     embedded: tuple[Array, Array | None],
     positions: Array,
     counted: Array,
     ends: Array | None,
     cache: KVCache | None,
-) -> tuple[Array, KVCache | None]:
+) -> tuple[Array, KVCache | None, tuple[LayerValues, ...]]:
     """The forward pass of a device's tokens.
 
     `embedded` has their embeddings, and their rows of the tables of all layers, if any.
@@ -272,6 +339,7 @@ def _local(
     if cache is None:
         past = Past.of(config, positions, ends, exact=True)
     entries: list[Read | StateCache | None] = []
+    values = []
     for index, layer in enumerate(layers):
         source = config.layer(index).keys_of
         if source is not None:
@@ -279,22 +347,24 @@ def _local(
         else:
             entry = None if cache is None else cache.layer(index)
         own = None if inputs is None else inputs[:, index]
-        mode = _Exactly(split, paths, past, entry, own)
+        mode = _Exactly(split, paths, past, entry, own, met={})
         layer = _biases_once(layer, split)
         hidden, entry, _, _ = run_layer(config, index, layer, hidden, mode)
         entries.append(entry)
+        kept = {name: rows.put(mode.met[name]) for name in names if name in mode.met}
+        values.append(LayerValues(**kept))
     hidden = rows.each(functools.partial(norm, config, weight=final_norm), hidden)
     out = rows.batch(hidden)
     if cache is None:
-        return out, None
-    kept: list[LayerCache | StateCache | None] = [
+        return out, None, tuple(values)
+    parts: list[LayerCache | StateCache | None] = [
         entry
         if isinstance(entry, LayerCache | StateCache)
         and config.layer(index).keys_of is None
         else None
         for index, entry in enumerate(entries)
     ]
-    return out, cache.with_layers(kept)
+    return out, cache.with_layers(parts), tuple(values)
 
 
 class _Exactly(NamedTuple):
@@ -307,6 +377,7 @@ class _Exactly(NamedTuple):
         entry: the layer's part of a cache, if any. For a layer that reads another's
             keys, what was read there.
         inputs: as in `Mode`.
+        met: the rows of `LayerValues` that `at` has met.
         rules: None: all arrays are a device's own.
         level: None: pictures are refused.
         told: None: the routers choose.
@@ -317,6 +388,7 @@ class _Exactly(NamedTuple):
     past: Past | None
     entry: Read | StateCache | None
     inputs: Array | None
+    met: dict[str, Array]
     rules: None = None
     level: None = None
     told: None = None
@@ -354,12 +426,18 @@ class _Exactly(NamedTuple):
             entry,
             heads=split.heads,
             kv_heads=split.kv_heads[index] if split.kv_heads else (),
+            at=self.at,
         )
         return *found, None
 
     def kept(self, chosen: Chosen) -> None:
         """Nothing."""
         del chosen
+
+    def at(self, name: str, own: Array) -> Array:
+        """Takes note of it."""
+        self.met[name] = own
+        return own
 
 
 def _biases_once(layer: LayerParams[Array], split: _Split) -> LayerParams[Array]:

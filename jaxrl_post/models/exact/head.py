@@ -1,6 +1,7 @@
 """The head of a model in exact mode: logits and log-probs of rows of hidden states.
 
-A row's bits depend on the row alone; see `models.exact`.
+A row's bits depend on the row alone; see `models.exact`. The sampler has logits in
+memory, from which it draws; the trainer calls `token_logprob` with the same functions.
 """
 
 import functools
@@ -8,13 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.row_tiles import TILE, map_tiles
-from jaxrl_post.kernels.token_logprob import tile_rows
-from jaxrl_post.kernels.token_logprob.rows import logprob_rows
+from jaxrl_post.kernels.token_logprob.rows import RowLogits, logit_rows, logprob_rows
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.layers import logits_of, unembedding
 from jaxrl_post.models.params import DecoderParams
@@ -37,6 +34,11 @@ class ExactHead(NamedTuple):
     params: DecoderParams[Array]
     config: ModelConfig
     rules: Rules = DEFAULT_RULES
+
+    @property
+    def row_logits(self) -> RowLogits:
+        """Logits of a tile, before the temperature."""
+        return functools.partial(logits_of, self.config)
 
     def logits(
         self,
@@ -61,7 +63,7 @@ class ExactHead(NamedTuple):
         ) -> Array:
             rows = CountedRows.of(counted)
             arrays = rows.take(hidden), rows.take(scale)
-            return rows.put(_logit_rows(self.config, weight, *arrays, rows.count))
+            return rows.put(logit_rows(self.row_logits, weight, *arrays, rows.count))
 
         return self._run(local, (hidden, scale, counted), by_column=())
 
@@ -92,67 +94,10 @@ class ExactHead(NamedTuple):
             rows = CountedRows.of(counted)
             logits, targets, kept = jax.tree.map(rows.take, (logits, targets, kept))
             found = logprob_rows(logits, targets, rows.count, axes, kept)
-            return rows.put(found[0]), rows.put(found[1])
+            return rows.put(found[0]), rows.put(found[2])
 
         arrays = (logits, targets, counted, kept)
         return self._run(local, arrays, by_column=(0,))
-
-    def score(
-        self,
-        hidden: Float[Array, "rows hidden"],
-        targets: Int[Array, " rows"],
-        temperature: float,
-        counted: Bool[Array, " rows"],
-        kept: Int[Array, "rows kept"] | None = None,
-    ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
-        """Computes `logprobs` with the logits of a few rows in memory at a time.
-
-        Args:
-            hidden: final hidden states that predict `targets`.
-            targets: int32 ids.
-            temperature: > 0.
-            counted: False for rows that are not computed, which get 0.
-            kept: as in `logprobs`.
-        """
-
-        def local(
-            axes: tuple[str, ...],
-            weight: Array,
-            hidden: Array,
-            targets: Array,
-            counted: Array,
-            kept: Array | None,
-        ) -> tuple[Array, Array]:
-            rows = CountedRows.of(counted)
-            size = tile_rows(weight.shape[0]) // TILE * TILE
-            size = min(max(size, TILE), rows.order.shape[0])
-            # On the host, as a compiler may divide by a constant in another way.
-            factor = np.float32(1) / np.float32(temperature)
-            scale = jnp.full((size,), factor)
-
-            def chunk(number: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-                first = number * size
-                # The last chunk may begin earlier and compute some rows again.
-                first = jnp.minimum(first, rows.order.shape[0] - size)
-                chosen = jax.lax.dynamic_slice_in_dim(rows.order, first, size)
-                left = jnp.clip(rows.count - first, 0, size)
-                logits = _logit_rows(self.config, weight, hidden[chosen], scale, left)
-                least = None if kept is None else kept[chosen]
-                new = logprob_rows(logits, targets[chosen], left, axes, least)
-                return jax.tree.map(
-                    lambda whole, part: jax.lax.dynamic_update_slice_in_dim(
-                        whole, part, first, 0
-                    ),
-                    found,
-                    new,
-                )
-
-            nothing = jnp.zeros(rows.order.shape, jnp.float32)
-            chunks = (rows.count + size - 1) // size
-            found = jax.lax.fori_loop(0, chunks, chunk, (nothing, nothing))
-            return rows.put(found[0]), rows.put(found[1])
-
-        return self._run(local, (hidden, targets, counted, kept))
 
     def _run(
         self,
@@ -187,12 +132,3 @@ class ExactHead(NamedTuple):
             ),
             out_specs=both if by_column == () else P(batch),
         )(weight, *arrays)
-
-
-def _logit_rows(
-    config: ModelConfig, weight: Array, hidden: Array, scale: Array, count: Array
-) -> Float[Array, "rows columns"]:
-    def logits(hidden: Array, scale: Array) -> Array:
-        return logits_of(config, weight, hidden) * scale[:, None]
-
-    return map_tiles(logits, [hidden, scale], count)
