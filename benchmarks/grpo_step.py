@@ -49,6 +49,7 @@ from jaxrl_post import algorithms, models
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.data import packing
 from jaxrl_post.kernels.dispatch import Implementation, multiply_as_float32
+from jaxrl_post.kernels.row_tiles import tile_for
 from jaxrl_post.learner import state as training
 from jaxrl_post.learner.learner import Learner
 from jaxrl_post.learner.model import versions
@@ -232,9 +233,9 @@ class Step:
     ) -> None:
         self.options, self._vocabulary = options, config.vocab_size
         dtype = jnp.dtype(options.dtype)
-        policy = Policy(
-            config, remat=options.remat, exact=options.exact, kernels=kernels
-        )
+        slots = options.prompts * options.samples
+        tile = tile_for(slots) if options.exact else 0
+        policy = Policy(config, remat=options.remat, exact=tile, kernels=kernels)
         self.learner, self.state = make_learner(
             policy, mesh, dtype, options.rows, params
         )
@@ -245,7 +246,7 @@ class Step:
             max_tokens=options.max_tokens, stop_ids=tuple(stop_ids)
         )
         sizes = EngineConfig(
-            num_slots=options.prompts * options.samples,
+            num_slots=slots,
             max_prompt_tokens=options.prompt_tokens,
             max_tokens=options.max_tokens,
             steps_per_call=32,
@@ -254,7 +255,7 @@ class Step:
         sizes = dataclasses.replace(
             sizes,
             cache_tokens=sizes.cache_for_groups(options.samples),
-            exact=options.exact,
+            exact=tile,
         )
         self._engine = Engine(config, sizes, dtype=dtype, mesh=mesh, kernels=kernels)
 

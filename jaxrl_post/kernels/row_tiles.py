@@ -6,6 +6,9 @@ computation, whose bits for a row depend on the row, the weights and the dtype. 
 stands apart from what is done before and after it (`isolated`), and is repeated by a
 loop whose length is known when the program runs, so that nothing is unrolled.
 
+Tiles of another size may give other bits, so sampler and trainer have the same. Fewer
+rows waste less of a decoding step with few samples, more make better matrix products.
+
 References:
     He et al., Defeating Nondeterminism in LLM Inference, Thinking Machines Lab, 2025
     (batch-invariant kernels).
@@ -20,21 +23,46 @@ import jax.numpy as jnp
 
 from jaxrl_post.types import Array, Bool, Int, PyTree
 
-__all__ = ["TILE", "isolated", "map_tiles", "padded_rows"]
+__all__ = ["check_tile", "isolated", "map_tiles", "padded_rows", "tile_for"]
 
-# Rows of a tile. Fewer waste less of a decoding step with few samples, more make better
-# matrix products: 2,048 rows took 1.1 to 1.5 times the time of one product (512 x 1376
-# and 1376 x 512, float32, two cores), tiles of 8 took 2 to 3 times.
-TILE = 32
+# Rows of the smallest and of the largest tile. On two cores (float32, `small`) a pass
+# over 528 tokens took as long in tiles of 64 rows as in tiles of 128.
+SMALLEST, LARGEST = 8, 64
 
 
-def padded_rows(rows: int) -> int:
-    """The smallest multiple of TILE that is not less than `rows`.
+def tile_for(samples: int) -> int:
+    """Rows of a tile for a device that decodes so many samples at once.
 
-    >>> padded_rows(1), padded_rows(64)
+    >>> tile_for(1), tile_for(16), tile_for(17), tile_for(1000)
+    (8, 16, 32, 64)
+    """
+    return min(max(SMALLEST, 1 << (samples - 1).bit_length()), LARGEST)
+
+
+def check_tile(tile: int, where: str) -> None:
+    """Checks the rows of a tile of exact mode, where 0 stands for no exact mode.
+
+    Raises:
+        ValueError: there is no such tile.
+
+    >>> check_tile(24, "Policy")
+    Traceback (most recent call last):
+    ValueError: Policy: exact must be the rows of a tile, ...
+    """
+    if tile is True or tile not in (0, 8, 16, 32, 64):
+        raise ValueError(
+            f"{where}: exact must be the rows of a tile, 8, 16, 32 or 64, or 0 for no "
+            f"exact mode; got {tile}"
+        )
+
+
+def padded_rows(rows: int, tile: int) -> int:
+    """The smallest multiple of `tile` that is not less than `rows`.
+
+    >>> padded_rows(1, 32), padded_rows(64, 32)
     (32, 64)
     """
-    return math.ceil(rows / TILE) * TILE
+    return math.ceil(rows / tile) * tile
 
 
 def isolated(
@@ -65,28 +93,30 @@ def map_tiles(
     function: Callable[..., PyTree],
     arrays: Sequence[PyTree],
     count: Int[Array, ""],
+    tile: int,
 ) -> PyTree:
-    """Applies a function of rows, such as a projection, to tiles of TILE rows.
+    """Applies a function of rows, such as a projection, to one tile after the other.
 
     Args:
-        function: from arrays [TILE, ...] to arrays [TILE, ...]; a row of its results
+        function: from arrays [tile, ...] to arrays [tile, ...]; a row of its results
             must depend on this row of its arguments only.
-        arrays: trees of arrays [rows, ...], rows a multiple of TILE.
+        arrays: trees of arrays [rows, ...], rows a multiple of `tile`.
         count: int32, number of rows to compute; they come first.
+        tile: rows of a tile.
 
     Returns:
         What `function` returns, for all rows; zeros in tiles beyond `count`.
 
     >>> rows = jnp.ones((64, 2))
-    >>> sums = map_tiles(lambda x: x.sum(axis=1), [rows], jnp.int32(5))
+    >>> sums = map_tiles(lambda x: x.sum(axis=1), [rows], jnp.int32(5), 32)
     >>> sums[0].item(), sums[-1].item()
     (2.0, 0.0)
     """
     rows = jax.tree.leaves(arrays)[0].shape[0]
-    assert rows % TILE == 0
+    assert rows % tile == 0
 
     def part(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((TILE, *array.shape[1:]), array.dtype)
+        return jax.ShapeDtypeStruct((tile, *array.shape[1:]), array.dtype)
 
     shapes = jax.eval_shape(function, *jax.tree.map(part, arrays))
     empty = jax.tree.map(
@@ -94,9 +124,9 @@ def map_tiles(
     )
 
     def body(index: Array, results: PyTree) -> PyTree:
-        first = index * TILE
+        first = index * tile
         inputs = jax.tree.map(
-            lambda array: jax.lax.dynamic_slice_in_dim(array, first, TILE), arrays
+            lambda array: jax.lax.dynamic_slice_in_dim(array, first, tile), arrays
         )
         found = isolated(function, first < count, *inputs)
         return jax.tree.map(
@@ -107,5 +137,5 @@ def map_tiles(
             found,
         )
 
-    tiles = jnp.minimum((count + TILE - 1) // TILE, rows // TILE)
+    tiles = jnp.minimum((count + tile - 1) // tile, rows // tile)
     return jax.lax.fori_loop(0, tiles, body, empty)

@@ -351,7 +351,7 @@ def begin_training(
     *,
     num_steps: int,
     temperature: float = 1.0,
-    exact: bool = False,
+    exact: int = 0,
     kernels: Implementation = "auto",
     replay: bool = False,
 ) -> tuple[Learner, TrainState]:

@@ -268,7 +268,7 @@ def _opened(
     """The reference as it begins; see `open_reference`."""
     if directory is None:
         # Nothing is compared with a reference's last bits.
-        policy = replace(learner.policy, exact=False)
+        policy = replace(learner.policy, exact=0)
         scorer = replace(learner.scorer, policy=policy)
         adaptation = model.adaptation
         if adaptation is not None and not (follows or adaptation.continued):

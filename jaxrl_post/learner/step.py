@@ -17,6 +17,7 @@ from flax import struct
 
 from jaxrl_post.algorithms.objective import Objective, Predictions
 from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.kernels.row_tiles import check_tile
 from jaxrl_post.kernels.token_logprob import ExactLogits, Scaling, token_logprob
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.metrics import Metric, masked
@@ -99,8 +100,9 @@ class Policy:
         router_balance: weight of the experts' load-balancing loss.
         router_z: weight of the routers' z-loss.
         scan: whether repeated layers are compiled once, as a loop.
-        exact: whether all values are those of `models.exact`, whose log-probs the
-            sampler gives to the last bit; the derivative is that of `forward`.
+        exact: rows of a tile of `models.exact`, if all values are to be its: with as
+            many the sampler gives log-probs to the last bit. The derivative is that of
+            `forward`. 0 without it.
         kernels: implementation of attention and of log-probs.
         rounds: chunks of layers of a pipeline stage, as `Execution.rounds`.
         float8: whether matrix products are computed in float8, see `models.adapters`.
@@ -115,11 +117,15 @@ class Policy:
     router_balance: float = 0.0
     router_z: float = 0.0
     scan: bool = False
-    exact: bool = False
+    exact: int = 0
     kernels: Implementation = "auto"
     rounds: int | None = None
     float8: bool = False
     replay: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks `exact`."""
+        check_tile(self.exact, "Policy")
 
     def predict(self, params: PyTree, batch: TokenBatch) -> Predictions:
         """Calls the function `predict`."""
@@ -276,7 +282,8 @@ def _exact_logits(policy: Policy) -> ExactLogits | None:
     """The sampler's logits, if the policy is exact."""
     if not policy.exact:
         return None
-    return ExactLogits(functools.partial(logits_of, policy.config), policy.temperature)
+    logits = functools.partial(logits_of, policy.config)
+    return ExactLogits(logits, policy.temperature, policy.exact)
 
 
 def _exact_tokens(
@@ -291,6 +298,7 @@ def _exact_tokens(
         tokens,
         positions=positions,
         ends=ends,
+        tile=policy.exact,
         rules=chunks.rules,
         # Others would be kept for the backward pass.
         names=("output",) if policy.remat == "full" else LayerValues._fields,

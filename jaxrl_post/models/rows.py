@@ -45,11 +45,12 @@ class CountedRows(NamedTuple):
 
     Attributes:
         order: int32 [rows], the token that each row holds: the counted ones first and
-            in their order; rows is a multiple of TILE, and rows beyond `count` hold
+            in their order; rows is a multiple of `tile`, and rows beyond `count` hold
             any.
         places: int32 [tokens], the row of each token; rows or more if not counted.
         count: int32.
         shape: the dims of the tokens, such as batch and length.
+        tile: rows of a tile.
         exact: whether a row's bits depend on the row alone.
     """
 
@@ -57,14 +58,15 @@ class CountedRows(NamedTuple):
     places: Array
     count: Array
     shape: tuple[int, ...]
+    tile: int
     exact: Literal[True] = True
 
     @classmethod
-    def of(cls, counted: Bool[Array, "*shape"]) -> "CountedRows":
+    def of(cls, counted: Bool[Array, "*shape"], tile: int) -> "CountedRows":
         """The rows of the tokens for which `counted` is True."""
         shape, counted = counted.shape, counted.reshape(-1)
         tokens = counted.shape[0]
-        rows = padded_rows(tokens)
+        rows = padded_rows(tokens, tile)
         order = jnp.argsort(~counted, stable=True).astype(jnp.int32)
         places = jnp.cumsum(counted, dtype=jnp.int32) - 1
         return cls(
@@ -72,11 +74,12 @@ class CountedRows(NamedTuple):
             jnp.where(counted, places, rows),
             counted.sum(dtype=jnp.int32),
             shape,
+            tile,
         )
 
     def each(self, function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:
         """Applies the function to one tile after the other (`map_tiles`)."""
-        return map_tiles(function, arrays, self.count)
+        return map_tiles(function, arrays, self.count, self.tile)
 
     def batch(self, array: Array) -> Array:
         """[rows, ...] as [batch, length, ...]; 0 where not counted."""

@@ -42,7 +42,12 @@ from jaxrl_post.patience import Patience
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
 from jaxrl_post.programs.build.agents import check_agents
 from jaxrl_post.programs.build.collector import open_collector, open_judges
-from jaxrl_post.programs.build.engine import engine_sizes, make_engine, sampler_memory
+from jaxrl_post.programs.build.engine import (
+    engine_sizes,
+    exact_tile,
+    make_engine,
+    sampler_memory,
+)
 from jaxrl_post.programs.build.judge import check_judge
 from jaxrl_post.programs.build.layouts import (
     SamplerLayout,
@@ -411,7 +416,7 @@ def _weights(
                 model,
                 layout,
                 seed=config.seed,
-                exact=config.exact,
+                exact=exact_tile(config, model),
                 kept_ids=config.kept_ids,
                 kernels=config.kernels,
             ),

@@ -123,8 +123,8 @@ class Burst:
         steps: most tokens of a row.
         drawing: how tokens are drawn.
         split: parts into which the mesh splits the rows.
-        exact: whether a token's log-prob depends on its path alone, to the last bit
-            (`models.exact`).
+        exact: rows of a tile of exact mode, in which a token's log-prob depends on its
+            path alone, to the last bit (`models.exact`); 0 without it.
         guesses: tokens that a pass guesses, from the rows' history or by the draft
             model.
         kernels: as in `models.forward`.
@@ -134,7 +134,7 @@ class Burst:
     steps: int
     drawing: Drawing
     split: int = 1
-    exact: bool = False
+    exact: int = 0
     guesses: int = 0
     kernels: Implementation = "auto"
     experts: bool = False

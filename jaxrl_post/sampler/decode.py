@@ -274,7 +274,7 @@ def _burst(
     sample_keys = jax.vmap(
         lambda prompt, index: jax.random.fold_in(jax.random.fold_in(key, prompt), index)
     )(rows.prompt_ids, rows.sample_indices)
-    head, width = ExactHead(params, config, rules), guesses + 1
+    head, width = ExactHead(params, config, exact, rules), guesses + 1
     sampling = rows.sampling
     if exact:
         # The logits come divided by the temperature; 0 stays greedy.
@@ -304,6 +304,7 @@ def _burst(
                 positions=at,
                 counted=counted,
                 cache=cache,
+                tile=exact,
                 rules=rules,
             )
         else:
@@ -533,6 +534,7 @@ def prefill_exactly(
     config: ModelConfig,
     pages: Pages,
     rows: PrefillRows,
+    tile: int,
     rules: Rules,
 ) -> Pages:
     """`prefill_states` with keys whose bits depend on their paths alone."""
@@ -553,6 +555,7 @@ def prefill_exactly(
         positions=rows.starts[:, None] + inside,
         counted=inside < rows.sizes[:, None],
         cache=view,
+        tile=tile,
         rules=rules,
     )
     assert view is not None

@@ -143,7 +143,7 @@ class Engine:
         settings = jnp.dtype(dtype), mesh, rules
         drafting = None
         if draft is not None:
-            guessing, slots = dataclasses.replace(sizes, exact=False, experts=False), 0
+            guessing, slots = dataclasses.replace(sizes, exact=0, experts=False), 0
             if draft.is_layer:
                 alone = shared_functions(config, sizes, *settings, None, kernels)
                 slots = _layer_slots(alone)

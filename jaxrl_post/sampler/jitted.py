@@ -77,7 +77,7 @@ class DeviceFunctions:
             raise ValueError(
                 f"Engine: guesses is {sizes.guesses}, and exact mode has no states of "
                 f"{config.model_type} that can be taken back where a guess was wrong; "
-                "take 0, or exact=False"
+                "take 0, or exact=0"
             )
         if self.draft is not None and self.draft.config.has_states:
             raise ValueError(
@@ -94,7 +94,7 @@ class DeviceFunctions:
             raise ValueError(
                 "Engine: a layer for multi-token prediction guesses neither in exact "
                 "mode nor for a model that sees pictures; take no draft, or text and "
-                "exact=False"
+                "exact=0"
             )
         if sizes.experts and (config.experts is None or sizes.exact):
             why = f"{config.model_type} has none"
@@ -196,8 +196,9 @@ class DeviceFunctions:
         def prefill(params, pages, rows, layer=None, layer_pages=None):
             self.compilations["prefill"] += 1
             if self.sizes.exact:
+                tile, rules = self.sizes.exact, self.rules
                 return device.prefill_exactly(
-                    params, self.config, pages, rows, self.rules
+                    params, self.config, pages, rows, tile, rules
                 ), *(None, None)
             done = self._prefilled(params, pages, rows, layer, layer_pages)
             return done.pages, done.experts, done.draft_pages

@@ -4,6 +4,8 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxrl_post.kernels.row_tiles import check_tile
+
 __all__ = ["MOST_BIASES", "PAGE", "EngineConfig", "pages_for"]
 
 # Tokens of a page of the cache. A segment of tokens begins in a page of its own.
@@ -33,7 +35,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids")
+MAY_BE_ZERO = ("context_tokens", "cache_tokens", "guesses", "kept_ids", "exact")
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class EngineConfig:
             needs, and up to four times the keys.
         recompute_cache: whether running samples compute their keys and values again
             when the parameters change. False keeps the earlier ones.
-        exact: whether log-probs equal `models.exact`, to the last bit. The cache
-            must then have the parameters' dtype.
+        exact: rows of a tile of exact mode (`row_tiles.tile_for`): log-probs are then
+            those of `Policy.exact`, to the last bit, and the cache must have the
+            parameters' dtype. 0 without it.
         experts: whether the experts of every token are recorded (`Tokens.experts`), of
             a model that has some and is not exact.
     """
@@ -86,7 +89,7 @@ class EngineConfig:
     context_tokens: int = 0
     few_shapes: bool = False
     recompute_cache: bool = False
-    exact: bool = False
+    exact: int = 0
     experts: bool = False
 
     def __post_init__(self) -> None:
@@ -101,6 +104,7 @@ class EngineConfig:
                     f"EngineConfig: {name} must be at least 0; got "
                     f"{getattr(self, name)}"
                 )
+        check_tile(self.exact, "EngineConfig")
 
     @property
     def max_length(self) -> int:

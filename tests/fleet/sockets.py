@@ -37,7 +37,7 @@ SIZES = EngineConfig(
     steps_per_call=4,
     prefill_tokens=16,
     max_stop_ids=2,
-    exact=True,
+    exact=8,
 )
 VOCAB = tiny.CONFIG.vocab_size
 ROWS = ProbeRows.make(VOCAB, 4, 4, 1.0)

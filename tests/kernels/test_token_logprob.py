@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_post.kernels.row_tiles import TILE
-from jaxrl_post.kernels.token_logprob import Scaling, api, from_logits, token_logprob
-from jaxrl_post.kernels.token_logprob.rows import logprob_rows
+from jaxrl_post.kernels.token_logprob import (
+    ExactLogits,
+    Scaling,
+    api,
+    from_logits,
+    token_logprob,
+)
+from jaxrl_post.kernels.token_logprob.rows import logit_rows, logprob_rows
 from jaxrl_post.sharding import DEFAULT_RULES, MeshError, create_mesh
 from tests.tiers import daily
 
@@ -390,12 +395,70 @@ def test_kept_tokens_may_be_unlikely_over_a_split_vocabulary(implementation):
         assert_rare(rare(implementation=implementation, setting="rare tp8"))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu", "reference"])
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_exact_logits_have_other_bits_and_the_same_derivative(
+    implementation, with_kept, monkeypatch
+):
+    hidden, weight, targets, cotangents = arrays(3, 11, 16, 40)
+    kept = kept_sets(targets, 40)[0] if with_kept else None
+    mask = jnp.asarray(np.random.default_rng(1).random((3, 11)) < 0.6)
+    # Three tiles of 8 rows, so that the backward pass computes two of them again.
+    monkeypatch.setattr(api, "TILE_BYTES", 8 * 4 * 40)
+    exact = ExactLogits(lambda w, h: 4.0 * jnp.tanh(h @ w.T / 4.0), 1.3, 8)
+
+    def both(exact, implementation):
+        @jax.jit
+        def run(hidden, weight):
+            return token_logprob(
+                *(hidden, weight, targets),
+                mask=mask,
+                kept=kept,
+                scaling=Scaling(1.3, 4.0),
+                exact=exact,
+                implementation=implementation,
+                interpret=implementation == "pallas_tpu",
+            )
+
+        values, backward = jax.vjp(run, hidden, weight)
+        return values, backward(api.TokenLogprob(*cotangents))
+
+    found, expected = both(exact, implementation), both(None, "xla")
+    for ours, theirs in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    # Bits of a row alone: of the same rows in one call and in another order.
+    order = np.random.default_rng(2).permutation(33)
+    flat = hidden.reshape(-1, 16)[order][:16]
+    logits = logit_rows(
+        exact.logits, weight, flat, jnp.full(16, np.float32(1) / np.float32(1.3)),
+        jnp.int32(16), 8,
+    )  # fmt: skip
+    alone = logprob_rows(logits, targets.reshape(-1)[order][:16], jnp.int32(16), 8)
+    where = mask.reshape(-1)[order][:16]
+    np.testing.assert_array_equal(
+        found[0].normalizer.reshape(-1)[order][:16][where], alone[1][where]
+    )
+
+
+def test_exact_logits_have_no_padding():
+    hidden, weight, targets, _ = arrays(1, 2, 4, 8)
+    exact = ExactLogits(lambda w, h: h @ w.T, 1.0, 8)
+    with pytest.raises(ValueError, match=r"a column for each row of unembedding, 8;"):
+        token_logprob(
+            hidden, weight, targets, scaling=Scaling(vocab_size=7), exact=exact
+        )
+
+
 def test_kept_tokens_may_be_unlikely_in_exact_mode():
-    logits = jnp.asarray(np.tile(UNLIKELY, (TILE, 1)), jnp.float32)
-    padded = ((0, TILE - 3), (0, 0))
+    tile = 16
+    logits = jnp.asarray(np.tile(UNLIKELY, (tile, 1)), jnp.float32)
+    padded = ((0, tile - 3), (0, 0))
     kept = jnp.pad(RARE, padded, constant_values=-1)
     targets = jnp.pad(RARE_TARGETS, padded[:1])
-    logprobs, masses = logprob_rows(logits, targets, jnp.int32(3), kept=kept)
+    count = jnp.int32(3)
+    logprobs, _, masses = logprob_rows(logits, targets, count, tile, kept=kept)
     found = (logprobs - masses)[:3]
     np.testing.assert_allclose(found, RARE_LOGPROBS, rtol=1e-5, atol=1e-5)
 

@@ -253,7 +253,7 @@ def test_packed_rows_are_their_sequences_alone():
 def test_exact_mode_is_the_same_decoder():
     tokens = jnp.asarray(TOKENS)[None]
     positions = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
-    exact = jax.jit(functools.partial(exact_forward, config=CONFIG))
+    exact = jax.jit(functools.partial(exact_forward, config=CONFIG, tile=16))
     found, _ = exact(
         PARAMS, tokens=tokens, positions=positions, counted=jnp.ones(tokens.shape, bool)
     )

@@ -39,7 +39,7 @@ def save(tmp_path, model):
     return saved
 
 
-def engine_of(model: Model, draft: str | None, *, exact: bool = False, **options):
+def engine_of(model: Model, draft: str | None, *, exact: int = 0, **options):
     rollout = dataclasses.replace(RL.rollout, draft=draft, guesses=3, **options)
     weights = sampler_layout(rollout, model)
     return make_engine(rollout, model, weights, seed=0, exact=exact)
@@ -88,7 +88,7 @@ def test_models_with_states_guess_but_not_exactly_nor_as_drafts(model, save):
     )
     assert engine_of(stateful, None).sizes.guesses == 3
     with pytest.raises(ConfigError, match=r"--rollout.guesses: layers of lfm2 carry"):
-        engine_of(stateful, None, exact=True)
+        engine_of(stateful, None, exact=8)
     with pytest.raises(
         ConfigError, match=r"--rollout.draft: .*, a lfm2, carry a state"
     ):

@@ -13,7 +13,7 @@ from jaxrl_post.envs import WorkerPool
 from jaxrl_post.fleet.probe import Examiner, ProbeAnswers, ProbeError, ask
 from jaxrl_post.learner.adapters import with_adapter
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
-from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.build.engine import exact_tile, make_engine
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Engine, Request, SamplingParams
@@ -43,7 +43,12 @@ class Case:
         self.answering = Answering(self.trainer.updater, probe_rows(config, VOCAB))
         layout = sampler_layout(config.rollout, self.model)
         self.engine = make_engine(
-            config.rollout, self.model, layout, seed=0, exact=exact, kept_ids=128
+            config.rollout,
+            self.model,
+            layout,
+            seed=0,
+            exact=exact_tile(config, self.model),
+            kept_ids=128,
         )
         self.examiner = Examiner()
         self.version = 0

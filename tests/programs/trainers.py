@@ -28,7 +28,7 @@ from jaxrl_post.learner.model import Model
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.programs.build import trainer as build
 from jaxrl_post.programs.build.collector import make_collector
-from jaxrl_post.programs.build.engine import make_engine
+from jaxrl_post.programs.build.engine import exact_tile, make_engine
 from jaxrl_post.programs.build.layouts import sampler_layout
 from jaxrl_post.programs.offline import run_offline
 from jaxrl_post.programs.rl import Colocated, OnlineTrainer
@@ -93,14 +93,15 @@ def _parts(
 ) -> tuple[Algorithm, Watched, Engine]:
     """Compiled parts: made once for every algorithm."""
     model = make_model()
+    tile = exact_tile(replace(RL, exact=exact), model)
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill, prm=prm)
     learner, _ = begin_training(
-        model, made.objective, RL.optimizer, RL.update, num_steps=100, exact=exact
+        model, made.objective, RL.optimizer, RL.update, num_steps=100, exact=tile
     )
     watched = Watched(**{f.name: getattr(learner, f.name) for f in fields(learner)})
     weights = sampler_layout(RL.rollout, model)
     engine = make_engine(
-        RL.rollout, model, weights, seed=0, exact=exact, kept_ids=kept_ids
+        RL.rollout, model, weights, seed=0, exact=tile, kept_ids=kept_ids
     )
     return made, watched, engine
 

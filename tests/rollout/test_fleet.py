@@ -16,7 +16,7 @@ from tests import tiny
 
 F32, SPECS = tiny.F32, param_specs(tiny.CONFIG)
 SIZES = EngineConfig(
-    num_slots=4, max_prompt_tokens=8, max_tokens=6, steps_per_call=2, exact=True
+    num_slots=4, max_prompt_tokens=8, max_tokens=6, steps_per_call=2, exact=8
 )
 
 

@@ -201,12 +201,10 @@ def test_cancelled_samples_go_on(params, expected):
 
 
 def test_exact_log_probs_with_a_draft(params):
-    plain = Engine(
-        CONFIG, dataclasses.replace(SIZES, exact=True), detokenize=detokenize
-    )
+    plain = Engine(CONFIG, dataclasses.replace(SIZES, exact=8), detokenize=detokenize)
     engine = make_engine(
         Draft(SMALL, tiny.params(SMALL, seed=5)),
-        dataclasses.replace(DRAFTING, exact=True),
+        dataclasses.replace(DRAFTING, exact=8),
     )
     expected = plain.generate(params, requests(2)[:2])
     for ours, other in zip(

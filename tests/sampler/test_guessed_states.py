@@ -216,7 +216,7 @@ def test_a_wrong_state_shows(model, fault, monkeypatch):
 
 def test_drafts_with_states_and_guesses_in_exact_mode_are_refused():
     model = MODELS["convolution"]
-    exact = dataclasses.replace(GUESSING, exact=True)
+    exact = dataclasses.replace(GUESSING, exact=8)
     with pytest.raises(ValueError, match=r"guesses is 3, and exact mode has no states"):
         model.engine(exact)
     with pytest.raises(ValueError, match=r"draft model is a lfm2, whose layers carry"):

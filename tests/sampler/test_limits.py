@@ -324,7 +324,7 @@ def test_parameters_out_of_range(sampling):
 
 
 def test_an_exact_engine_says_that_it_does_not():
-    engine = Engine(tiny.CONFIG, dataclasses.replace(SIZES, exact=True))
+    engine = Engine(tiny.CONFIG, dataclasses.replace(SIZES, exact=8))
     with pytest.raises(ValueError, match="an exact engine has no logit_bias"):
         engine.submit(
             Request(1, PROMPT, sampling=dataclasses.replace(ASKED, max_tokens=2))

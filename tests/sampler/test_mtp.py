@@ -254,11 +254,11 @@ def test_prompts_with_scores(model):
 
 def test_refused():
     model = MODELS["delta"]
-    exact = dataclasses.replace(SIZES, exact=True)
+    exact = dataclasses.replace(SIZES, exact=8)
     with pytest.raises(ValueError, match="neither in exact mode nor"):
         Engine(model.config, exact, draft=layer_of(model))
     config = tiny.CONFIG
     layer = mtp_config(config)
     draft = Draft(layer, initialize(jax.random.key(0), mtp_specs(layer)))
     with pytest.raises(ValueError, match=f"{config.model_type} has none"):
-        Engine(config, dataclasses.replace(GUESSING, exact=False), draft=draft)
+        Engine(config, dataclasses.replace(GUESSING, exact=0), draft=draft)

@@ -186,6 +186,6 @@ def test_requests_without_scores_compile_none(params):
 
 
 def test_an_exact_engine_says_that_it_does_not(params):
-    engine = Engine(tiny.CONFIG, dataclasses.replace(SIZES, exact=True))
+    engine = Engine(tiny.CONFIG, dataclasses.replace(SIZES, exact=8))
     with pytest.raises(ValueError, match="an exact engine does not score prompts"):
         engine.submit(asked(1, LONG))

@@ -163,5 +163,5 @@ def test_a_sample_whose_keys_are_nan_fails_alone(params):
 def test_exact_mode_refuses_codes():
     with pytest.raises(ValueError, match="a cache of int8 is not exact"):
         Engine(
-            tiny.CONFIG, dataclasses.replace(SIZES, exact=True), dtype=jnp.dtype("int8")
+            tiny.CONFIG, dataclasses.replace(SIZES, exact=8), dtype=jnp.dtype("int8")
         )

@@ -204,7 +204,7 @@ def test_models_without_experts_and_exact_engines_are_refused():
     with pytest.raises(ValueError, match="experts is true, and llama has none"):
         Engine(tiny.CONFIG, SIZES)
     with pytest.raises(ValueError, match="an exact trainer chooses"):
-        Engine(CONFIGS["attention"], dataclasses.replace(SIZES, exact=True))
+        Engine(CONFIGS["attention"], dataclasses.replace(SIZES, exact=8))
 
 
 def sequences(name: str) -> list[Sequence]:

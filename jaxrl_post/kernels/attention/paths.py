@@ -24,14 +24,13 @@ __all__ = ["BLOCK", "PathSettings", "Tasks", "attend_paths", "queries_per_task"]
 BLOCK = 64
 # Rows of the products with a block: queries of a path times the query heads that share
 # a key/value head. Training would have more of them, decoding has one query.
-ROWS = 16
-# Tasks that are computed at once.
-AT_ONCE = 8
+ROWS = 8
 
 
 class PathSettings(NamedTuple):
-    """Static facts of one call: as in `tiles.PathSettings`."""
+    """Static facts of one call: as in `tiles.TileSettings`, and tasks at once."""
 
+    at_once: int
     scale: float
     window: int | None
     softcap: float | None
@@ -56,7 +55,7 @@ def queries_per_task(group: int) -> int:
     """Number of queries of a task if `group` query heads share a key/value head.
 
     >>> queries_per_task(1), queries_per_task(4), queries_per_task(32)
-    (16, 4, 1)
+    (8, 2, 1)
     """
     return max(1, ROWS // group)
 
@@ -83,30 +82,31 @@ def attend_paths(
         In `query`'s dtype; 0 where no task has the token.
     """
     tokens, heads, _ = query.shape
-    padding = -tasks.queries.shape[0] % AT_ONCE
+    at_once = settings.at_once
+    padding = -tasks.queries.shape[0] % at_once
     tasks = Tasks(
         jnp.pad(tasks.queries, ((0, padding), (0, 0)), constant_values=tokens),
         jnp.pad(tasks.positions, ((0, padding), (0, 0)), constant_values=-1),
         tasks.count,
     )
     per_task = tasks.queries.shape[1]
-    numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
+    numbers = jax.ShapeDtypeStruct((at_once,), jnp.int32)
     block = jax.ShapeDtypeStruct((), jnp.int32)
     keys, values = jax.eval_shape(fetch, numbers, block)
     kv_heads, width = keys.shape[1], values.shape[-1]
     group = heads // kv_heads
-    lead = (AT_ONCE, kv_heads, per_task * group)
+    lead = (at_once, kv_heads, per_task * group)
 
     def rows(array: Array) -> Array:
-        """[AT_ONCE, per_task, heads, dim] as [AT_ONCE, kv_heads, rows, dim]."""
-        split = array.reshape(AT_ONCE, per_task, kv_heads, group, -1)
+        """[at_once, per_task, heads, dim] as [at_once, kv_heads, rows, dim]."""
+        split = array.reshape(at_once, per_task, kv_heads, group, -1)
         return split.transpose(0, 2, 1, 3, 4).reshape(*lead, -1)
 
     def chunk(number: Array, out: Array) -> Array:
-        chosen = number * AT_ONCE + jnp.arange(AT_ONCE, dtype=jnp.int32)
-        first = number * AT_ONCE
-        queries = jax.lax.dynamic_slice_in_dim(tasks.queries, first, AT_ONCE)
-        positions = jax.lax.dynamic_slice_in_dim(tasks.positions, first, AT_ONCE)
+        chosen = number * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        first = number * at_once
+        queries = jax.lax.dynamic_slice_in_dim(tasks.queries, first, at_once)
+        positions = jax.lax.dynamic_slice_in_dim(tasks.positions, first, at_once)
         of_rows = jnp.repeat(positions, group, axis=1)
         last = positions.max(axis=1)
         own = rows(query.at[queries].get(mode="fill", fill_value=0))
@@ -148,13 +148,13 @@ def attend_paths(
             first_block, last.max() // BLOCK + 1, one_block, state
         )
         mixed = state[2] / state[1][..., None]
-        mixed = mixed.reshape(AT_ONCE, kv_heads, per_task, group, width)
+        mixed = mixed.reshape(at_once, kv_heads, per_task, group, width)
         mixed = mixed.transpose(0, 2, 1, 3, 4).reshape(-1, heads, width)
         at = queries.reshape(-1)
         return out.at[at].set(mixed.astype(query.dtype), mode="drop")
 
     empty = jnp.zeros((tokens, heads, width), query.dtype)
-    chunks = (tasks.count + AT_ONCE - 1) // AT_ONCE
+    chunks = (tasks.count + at_once - 1) // at_once
     return jax.lax.fori_loop(0, chunks, chunk, empty)
 
 

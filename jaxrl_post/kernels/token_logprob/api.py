@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_post.kernels.dispatch import Implementation, choose
-from jaxrl_post.kernels.row_tiles import TILE
 from jaxrl_post.kernels.token_logprob import xla
 from jaxrl_post.kernels.token_logprob.counted import ByRow, Residuals
 from jaxrl_post.kernels.token_logprob.reference import (
@@ -238,9 +237,12 @@ class _Plan(NamedTuple):
         forward = functools.partial(module.forward, layout=layout)
         if self.exact is not None and module is not xla:
 
-            def forward(*arrays: Any) -> tuple[Array, Array, Residuals]:
-                *found, residuals = xla.forward(*arrays, self._layout())
-                return *found, residuals._replace(logits=None)
+            def forward(
+                hidden: Array, weight: Array, by_row: ByRow
+            ) -> tuple[Array, Array, Residuals]:
+                arrays = hidden, weight, by_row
+                logprob, entropy, residuals = xla.forward(*arrays, self._layout())
+                return logprob, entropy, residuals._replace(logits=None)
 
         return forward, functools.partial(module.backward, layout=layout)
 
@@ -248,7 +250,7 @@ class _Plan(NamedTuple):
         """The layout of "xla", which computes exact values for all implementations."""
         tile = tile_rows(self.columns)
         if self.exact is not None:
-            tile = max(TILE, tile // TILE * TILE)
+            tile = max(1, tile // self.exact.tile) * self.exact.tile
         return xla.Layout(tile, *self.scaling, self.axes, self.exact)
 
 

@@ -32,10 +32,12 @@ class ExactLogits(NamedTuple):
     Attributes:
         logits: before the temperature.
         temperature: > 0, divides them.
+        tile: rows of a tile (`kernels.row_tiles`).
     """
 
     logits: RowLogits
     temperature: float
+    tile: int
 
 
 def logit_rows(
@@ -44,27 +46,30 @@ def logit_rows(
     hidden: Float[Array, "rows hidden"],
     scale: Float[Array, " rows"],
     count: Int[Array, ""],
+    tile: int,
 ) -> Float[Array, "rows columns"]:
     """Float32 logits times `scale`; 0 in tiles beyond `count`.
 
     Args:
         logits: of a tile.
         weight: this device's part of the unembedding.
-        hidden: rows a multiple of TILE.
+        hidden: rows a multiple of `tile`.
         scale: float32, 1 over the temperature.
         count: number of rows to compute; they come first.
+        tile: rows of a tile.
     """
 
     def scaled(hidden: Array, scale: Array) -> Array:
         return logits(weight, hidden) * scale[:, None]
 
-    return map_tiles(scaled, [hidden, scale], count)
+    return map_tiles(scaled, [hidden, scale], count, tile)
 
 
 def logprob_rows(
     logits: Float[Array, "rows columns"],
     targets: Int[Array, " rows"],
     count: Int[Array, ""],
+    tile: int,
     axes: tuple[str, ...] = (),
     kept: Int[Array, "rows kept"] | None = None,
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
@@ -73,9 +78,10 @@ def logprob_rows(
     They are float32, and 0 in tiles beyond `count`.
 
     Args:
-        logits: float32, this device's columns; rows a multiple of TILE.
+        logits: float32, this device's columns; rows a multiple of `tile`.
         targets: int32 in [0, vocab).
         count: number of rows to compute; they come first.
+        tile: rows of a tile.
         axes: mesh axes of a `shard_map` that split the vocabulary.
         kept: as in `token_logprob`; the last result is 0 without ids.
     """
@@ -104,8 +110,8 @@ def logprob_rows(
         normalizer = top + jnp.log(total)
         return target - normalizer, normalizer
 
-    of_parts = from_all(map_tiles(parts, [logits, targets], count))
-    logprobs, normalizers = map_tiles(merged, of_parts, count)
+    of_parts = from_all(map_tiles(parts, [logits, targets], count, tile))
+    logprobs, normalizers = map_tiles(merged, of_parts, count, tile)
     if kept is None:
         return logprobs, normalizers, jnp.zeros_like(logprobs)
 
@@ -128,5 +134,5 @@ def logprob_rows(
             total = total + part[:, 1] * jnp.exp(part[:, 0] - top)
         return jnp.where(total > 0, top + jnp.log(total), 0.0)
 
-    masses = from_all(map_tiles(mass, [logits, normalizers, kept], count))
-    return logprobs, normalizers, map_tiles(log_mass, masses, count)
+    masses = from_all(map_tiles(mass, [logits, normalizers, kept], count, tile))
+    return logprobs, normalizers, map_tiles(log_mass, masses, count, tile)

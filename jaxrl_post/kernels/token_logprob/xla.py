@@ -46,8 +46,7 @@ class Layout(NamedTuple):
         temperature: divides the logits.
         softcap: c in c tanh(logits / c), before the temperature; None for no cap.
         axes: mesh axes over which the vocabulary is split, () if it is whole.
-        exact: the logits of exact mode, with a multiple of `row_tiles.TILE` rows in a
-            tile; None without it.
+        exact: the logits of exact mode, whose tiles divide this one; None without it.
     """
 
     tile: int
@@ -264,9 +263,9 @@ def _exactly(
     # Divided on the host, as a compiler may divide by a constant in another way.
     scale = np.float32(1) / np.float32(exact.temperature)
     scales = jnp.full(targets.shape, scale)
-    logits = logit_rows(exact.logits, weight, hidden, scales, count)
+    logits = logit_rows(exact.logits, weight, hidden, scales, count, exact.tile)
     logprob, normalizer, log_mass = logprob_rows(
-        logits, targets, count, layout.axes, kept
+        logits, targets, count, exact.tile, layout.axes, kept
     )
     found = logprob, normalizer, _entropy(logits, normalizer, layout)[1]
     return logits, found if kept is None else (*found, log_mass)

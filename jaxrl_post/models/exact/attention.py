@@ -71,7 +71,9 @@ class Paths(NamedTuple):
         return self.rows.shape[1]
 
     @classmethod
-    def of(cls, positions: Array, counted: Array, ends: Array | None) -> "Paths":
+    def of(
+        cls, positions: Array, counted: Array, ends: Array | None, tile: int
+    ) -> "Paths":
         """The paths of a batch; the arguments are as in `exact_forward`."""
         batch, length = positions.shape
         index = jnp.arange(length, dtype=jnp.int32)
@@ -88,7 +90,7 @@ class Paths(NamedTuple):
             positions.reshape(-1),
             (parents + offset).reshape(-1),
             counted.reshape(-1),
-            CountedRows.of(counted),
+            CountedRows.of(counted, tile),
         )
 
     def tasks(self, group: int, rows: int) -> tuple[Tasks, Array]:
@@ -225,8 +227,12 @@ def exact_attention(
 
             return pair([one(array) for array in arrays])
 
+    # As many at once as half of a tile: decoding has a task a row.
     settings = PathSettings(
-        float(config.score_scale), config.window(index), config.attention_softcap
+        max(8, rows.tile // 2),
+        float(config.score_scale),
+        config.window(index),
+        config.attention_softcap,
     )
     sinks = getattr(params.attention, "sinks", None)
     attended = attend_paths(settings, query, tasks, fetch, sinks)

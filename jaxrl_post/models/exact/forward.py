@@ -126,6 +126,7 @@ def exact_forward(
     counted: Bool[Array, "batch length"],
     ends: Int[Array, "batch length"] | None = None,
     cache: KVCache | None = None,
+    tile: int,
     rules: Rules = DEFAULT_RULES,
 ) -> tuple[Float[Array, "batch length hidden"], KVCache | None]:
     """Maps tokens to final hidden states, as `forward` does up to rounding.
@@ -139,6 +140,7 @@ def exact_forward(
         ends: as in `forward`, for packed rows; a counted token's path is counted.
         cache: for rows that continue a sequence: entry p of a row is the token at
             position p. Its length is a multiple of BLOCK, and it shares nothing.
+        tile: rows of a tile, as of `row_tiles.tile_for`.
         rules: as in `forward`.
 
     Returns:
@@ -148,7 +150,7 @@ def exact_forward(
         ValueError: the rules split experts and their shared MLP in different ways.
     """
     arrays = _Arrays(tokens, positions, counted, ends, cache)
-    hidden, cache, _ = _run(params, config, arrays, rules, ())
+    hidden, cache, _ = _run(params, config, arrays, rules, _How(tile))
     return hidden, cache
 
 
@@ -159,6 +161,7 @@ def exact_tokens(
     *,
     positions: Int[Array, "batch length"],
     ends: Int[Array, "batch length"],
+    tile: int,
     rules: Rules = DEFAULT_RULES,
     names: Sequence[str] = LayerValues._fields,
 ) -> ComputedTokens:
@@ -173,6 +176,7 @@ def exact_tokens(
         tokens: int32.
         positions: as in `exact_forward`.
         ends: as in `forward`; where it is 0, all values are 0.
+        tile: as in `exact_forward`.
         rules: as in `forward`.
         names: fields of `LayerValues` to keep.
 
@@ -180,8 +184,15 @@ def exact_tokens(
         ValueError: as in `exact_forward`.
     """
     arrays = _Arrays(tokens, positions, ends > 0, ends)
-    hidden, _, layers = _run(params, config, arrays, rules, tuple(names))
+    hidden, _, layers = _run(params, config, arrays, rules, _How(tile, tuple(names)))
     return ComputedTokens(tokens, layers, hidden)
+
+
+class _How(NamedTuple):
+    """Rows of a tile, and the fields of `LayerValues` to keep."""
+
+    tile: int
+    names: tuple[str, ...] = ()
 
 
 class _Arrays(NamedTuple):
@@ -199,10 +210,10 @@ def _run(
     config: ModelConfig,
     given: _Arrays,
     rules: Rules,
-    names: tuple[str, ...],
+    how: _How,
 ) -> tuple[Array, KVCache | None, tuple[LayerValues, ...]]:
     """Returns hidden states, the cache, and what is kept of the layers."""
-    tokens, *others, cache = given
+    tokens, positions, counted, ends, cache = given
     hidden = embed(config, params.embedding, tokens.reshape(-1), rules)
     hidden, rows = hidden.reshape(*tokens.shape, -1), None
     weights = params.layers, params.final_norm, _without_tables(params)
@@ -210,9 +221,9 @@ def _run(
         rows = per_layer_rows(config, params.per_layer, tokens.reshape(-1), rules)
         rows = rows.reshape(*tokens.shape, -1)
     mesh = jax.sharding.get_abstract_mesh()
-    arrays = ((hidden, rows), *others, cache)
+    arrays = (hidden, rows), positions, counted, ends, cache
     if mesh.empty or mesh.size == 1:
-        return _local(config, _Split(), names, weights, *arrays)
+        return _local(config, _Split(), how, weights, *arrays)
     split = _Split(
         batch=dividing_axes("batch", tokens.shape[0], mesh, rules),
         heads=dividing_axes("heads", config.num_heads, mesh, rules),
@@ -237,7 +248,7 @@ def _run(
     of_cache = None if cache is None else _cache_specs(config, cache, split)
     specs = param_specs(config)
     return on_parts(
-        functools.partial(_local, config, split, names),
+        functools.partial(_local, config, split, how),
         in_specs=(
             _weight_specs(
                 weights,
@@ -316,7 +327,7 @@ def _weight_specs(weights: Any, specs: Any, mesh: Any, rules: Rules) -> Any:
 def _local(
     config: ModelConfig,
     split: _Split,
-    names: tuple[str, ...],
+    how: _How,
     weights: tuple[Sequence[LayerParams[Array]], Array, Any],
     embedded: tuple[Array, Array | None],
     positions: Array,
@@ -329,7 +340,7 @@ def _local(
     `embedded` has their embeddings, and their rows of the tables of all layers, if any.
     """
     layers, final_norm, tables = weights
-    paths = Paths.of(positions, counted, ends)
+    paths = Paths.of(positions, counted, ends, how.tile)
     rows, past = paths.rows, None
     hidden, of_tables = jax.tree.map(rows.flat, embedded)
     inputs = None
@@ -351,7 +362,9 @@ def _local(
         layer = _biases_once(layer, split)
         hidden, entry, _, _ = run_layer(config, index, layer, hidden, mode)
         entries.append(entry)
-        kept = {name: rows.put(mode.met[name]) for name in names if name in mode.met}
+        kept = {
+            name: rows.put(mode.met[name]) for name in how.names if name in mode.met
+        }
         values.append(LayerValues(**kept))
     hidden = rows.each(functools.partial(norm, config, weight=final_norm), hidden)
     out = rows.batch(hidden)

@@ -28,11 +28,13 @@ class ExactHead(NamedTuple):
     Attributes:
         params: as in `exact_forward`.
         config: the model's config.
+        tile: rows of a tile.
         rules: as in `forward`.
     """
 
     params: DecoderParams[Array]
     config: ModelConfig
+    tile: int
     rules: Rules = DEFAULT_RULES
 
     @property
@@ -61,9 +63,10 @@ class ExactHead(NamedTuple):
             scale: Array,
             counted: Array,
         ) -> Array:
-            rows = CountedRows.of(counted)
+            rows = CountedRows.of(counted, self.tile)
             arrays = rows.take(hidden), rows.take(scale)
-            return rows.put(logit_rows(self.row_logits, weight, *arrays, rows.count))
+            arrays = (*arrays, rows.count, self.tile)
+            return rows.put(logit_rows(self.row_logits, weight, *arrays))
 
         return self._run(local, (hidden, scale, counted), by_column=())
 
@@ -91,9 +94,9 @@ class ExactHead(NamedTuple):
             counted: Array,
             kept: Array | None,
         ) -> tuple[Array, Array]:
-            rows = CountedRows.of(counted)
+            rows = CountedRows.of(counted, self.tile)
             logits, targets, kept = jax.tree.map(rows.take, (logits, targets, kept))
-            found = logprob_rows(logits, targets, rows.count, axes, kept)
+            found = logprob_rows(logits, targets, rows.count, self.tile, axes, kept)
             return rows.put(found[0]), rows.put(found[2])
 
         arrays = (logits, targets, counted, kept)

@@ -212,7 +212,7 @@ def _opened(
         model,
         layout,
         seed=int(welcome["seed"]),
-        exact=bool(welcome["exact"]),
+        exact=int(welcome["exact"]),
         kept_ids=int(welcome["kept_ids"]),
         kernels=welcome["kernels"],
     )

@@ -27,7 +27,7 @@ from jaxrl_post.learner.updater import Updater
 from jaxrl_post.pretrained.families import write_config
 from jaxrl_post.programs.apart.address import reachable
 from jaxrl_post.programs.apart.answers import Answering, probe_rows
-from jaxrl_post.programs.build.engine import engine_sizes
+from jaxrl_post.programs.build.engine import engine_sizes, exact_tile
 from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layout
 from jaxrl_post.rollout.events import Tell, silent
 from jaxrl_post.sampler.fitting import check_request
@@ -272,7 +272,8 @@ def open_remote(
         app, ending = hub_app(hub, options.key), hub.release
         check_free(options)
     sizes = engine_sizes(config.rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
-    sizes = dataclasses.replace(sizes, exact=config.exact, kept_ids=config.kept_ids)
+    tile = exact_tile(config, model)
+    sizes = dataclasses.replace(sizes, exact=tile, kept_ids=config.kept_ids)
     vocab = model.config.vocab_size
     fleet = RemoteFleet(
         hub,
@@ -385,7 +386,7 @@ def _welcome(
         "rounds_inputs": config.rounds_inputs,
         "lora": dataclasses.asdict(config.lora),
         "seed": config.seed,
-        "exact": config.exact,
+        "exact": exact_tile(config, model),
         "kept_ids": config.kept_ids,
         "kernels": config.kernels,
         "rows": rows.to_json(),

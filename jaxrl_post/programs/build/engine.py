@@ -8,14 +8,16 @@ from jax.typing import DTypeLike
 
 from jaxrl_post import pretrained
 from jaxrl_post.config.errors import ConfigError
+from jaxrl_post.config.rl import RLConfig
 from jaxrl_post.config.rollout import RolloutConfig
 from jaxrl_post.kernels.dispatch import Implementation
+from jaxrl_post.kernels.row_tiles import tile_for
 from jaxrl_post.learner.memory import SamplerMemory
 from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.learner.reference import require_same_ids
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.spec import copied
-from jaxrl_post.programs.build.layouts import SamplerLayout
+from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layouts
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Draft, Engine, EngineConfig
 from jaxrl_post.sampler.jitted import DeviceFunctions
@@ -26,6 +28,7 @@ __all__ = [
     "bound_engine",
     "cache_dtype",
     "engine_sizes",
+    "exact_tile",
     "make_engine",
     "sampler_memory",
 ]
@@ -54,13 +57,28 @@ def bound_engine(model: Model, sizes: EngineConfig, *, seed: int) -> Published:
     return Published(engine, model.whole(model.params), version=0)
 
 
+def exact_tile(config: RLConfig, model: Model) -> int:
+    """Rows of a tile of exact mode (`row_tiles.tile_for`); 0 without `--exact`.
+
+    Raises:
+        MeshError: as `sampler_layouts`.
+    """
+    if not config.exact:
+        return 0
+    split = 1
+    if not config.remote_samplers:
+        mesh = sampler_layouts(config, model)[0].mesh
+        split = split_size("batch", mesh, model.rules.with_context_as_batch())
+    return tile_for(engine_sizes(config.rollout, split, stop_ids=1).num_slots // split)
+
+
 def make_engine(
     rollout: RolloutConfig,
     model: Model,
     weights: SamplerLayout,
     *,
     seed: int,
-    exact: bool = False,
+    exact: int = 0,
     kept_ids: int = 0,
     kernels: Implementation = "auto",
 ) -> Engine:

@@ -18,6 +18,7 @@ from jaxrl_post.learner.reference import Sync, beside_teacher, open_reference
 from jaxrl_post.learner.state import TrainState
 from jaxrl_post.learner.updater import Updater, longest_sequence
 from jaxrl_post.programs.build.devices import split_devices
+from jaxrl_post.programs.build.engine import exact_tile
 from jaxrl_post.programs.build.judge import open_judge
 from jaxrl_post.programs.experience import Experience, make_buffer
 from jaxrl_post.programs.rl import Apart, Colocated, Imitated, OnlineTrainer
@@ -79,7 +80,7 @@ def make_updater(
         algorithm.objective,
         config.optimizer,
         num_steps=steps[POLICY],
-        exact=config.exact,
+        exact=exact_tile(config, model),
         replay=config.rollout.router_replay,
     )
     reference, chosen = None, config.algorithm
