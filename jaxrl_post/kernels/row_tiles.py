@@ -118,6 +118,8 @@ def map_tiles(
     def part(array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((tile, *array.shape[1:]), array.dtype)
 
+    if rows == tile:
+        return isolated(function, count > 0, *arrays)
     shapes = jax.eval_shape(function, *jax.tree.map(part, arrays))
     empty = jax.tree.map(
         lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), shapes

@@ -101,8 +101,8 @@ class Policy:
         router_z: weight of the routers' z-loss.
         scan: whether repeated layers are compiled once, as a loop.
         exact: rows of a tile of `models.exact`, if all values are to be its: with as
-            many the sampler gives log-probs to the last bit. The derivative is that of
-            `forward`. 0 without it.
+            many the sampler gives log-probs to the last bit. The derivative is the
+            derivative of `forward`. 0 without it.
         kernels: implementation of attention and of log-probs.
         rounds: chunks of layers of a pipeline stage, as `Execution.rounds`.
         float8: whether matrix products are computed in float8, see `models.adapters`.
@@ -268,9 +268,10 @@ def predict(policy: Policy, params: PyTree, batch: TokenBatch) -> Predictions:
         mask=chunks.split(jnp.asarray(batch.loss_mask)),
         kept=kept,
         scaling=Scaling(
-            policy.temperature * divisor, None if cap is None else cap * divisor
+            policy.temperature * divisor,
+            None if cap is None else cap * divisor,
+            exact=_exact_logits(policy),
         ),
-        exact=_exact_logits(policy),
         rules=chunks.rules,
         implementation=policy.kernels,
     )

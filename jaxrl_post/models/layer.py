@@ -42,7 +42,7 @@ Part = Literal["attention", "recurrence", "dense", "experts"]
 
 
 class LayerValues(NamedTuple):
-    """What a layer computes on its way, a row a token; None for what is not kept.
+    """Values that a layer computes on its way, a row a token; None if not kept.
 
     Attributes:
         query: rotated, [tokens, heads, head_dim].

@@ -43,6 +43,8 @@ class AllRows(NamedTuple):
 class CountedRows(NamedTuple):
     """Rows for the counted tokens, which are computed in tiles of a fixed size.
 
+    If all tokens fit a tile, each has its own row, and nothing is moved.
+
     Attributes:
         order: int32 [rows], the token that each row holds: the counted ones first and
             in their order; rows is a multiple of `tile`, and rows beyond `count` hold
@@ -67,6 +69,11 @@ class CountedRows(NamedTuple):
         shape, counted = counted.shape, counted.reshape(-1)
         tokens = counted.shape[0]
         rows = padded_rows(tokens, tile)
+        if rows == tile:
+            index = jnp.arange(rows, dtype=jnp.int32)
+            places = jnp.where(counted, index[:tokens], rows)
+            count = jnp.where(counted.any(), tokens, 0)
+            return cls(index, places, count, shape, tile)
         order = jnp.argsort(~counted, stable=True).astype(jnp.int32)
         places = jnp.cumsum(counted, dtype=jnp.int32) - 1
         return cls(
@@ -76,6 +83,10 @@ class CountedRows(NamedTuple):
             shape,
             tile,
         )
+
+    @property
+    def _in_place(self) -> bool:
+        return self.order.shape[0] == self.tile
 
     def each(self, function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:
         """Applies the function to one tile after the other (`map_tiles`)."""
@@ -91,10 +102,17 @@ class CountedRows(NamedTuple):
 
     def take(self, array: Array) -> Array:
         """Rows of an array of tokens."""
+        if self._in_place:
+            padding = [(0, self.tile - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
+            return jnp.pad(array, padding)
         return array[self.order]
 
     def put(self, rows: Array) -> Array:
         """Tokens of an array of rows; 0 where not counted."""
+        if self._in_place:
+            rows = rows[: self.places.shape[0]]
+            counted = (self.places < self.tile).reshape(-1, *[1] * (rows.ndim - 1))
+            return jnp.where(counted, rows, 0)
         return rows.at[self.places].get(mode="fill", fill_value=0)
 
 

@@ -69,9 +69,9 @@ class EngineConfig:
             needs, and up to four times the keys.
         recompute_cache: whether running samples compute their keys and values again
             when the parameters change. False keeps the earlier ones.
-        exact: rows of a tile of exact mode (`row_tiles.tile_for`): log-probs are then
-            those of `Policy.exact`, to the last bit, and the cache must have the
-            parameters' dtype. 0 without it.
+        exact: rows of a tile of exact mode (`row_tiles.tile_for`): log-probs then equal
+            a trainer's with this `Policy.exact`, to the last bit, and the cache must
+            have the parameters' dtype. 0 without it.
         experts: whether the experts of every token are recorded (`Tokens.experts`), of
             a model that has some and is not exact.
     """

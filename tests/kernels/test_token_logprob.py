@@ -414,8 +414,7 @@ def test_exact_logits_have_other_bits_and_the_same_derivative(
                 *(hidden, weight, targets),
                 mask=mask,
                 kept=kept,
-                scaling=Scaling(1.3, 4.0),
-                exact=exact,
+                scaling=Scaling(1.3, 4.0, exact=exact),
                 implementation=implementation,
                 interpret=implementation == "pallas_tpu",
             )
@@ -447,7 +446,7 @@ def test_exact_logits_have_no_padding():
     exact = ExactLogits(lambda w, h: h @ w.T, 1.0, 8)
     with pytest.raises(ValueError, match=r"a column for each row of unembedding, 8;"):
         token_logprob(
-            hidden, weight, targets, scaling=Scaling(vocab_size=7), exact=exact
+            hidden, weight, targets, scaling=Scaling(vocab_size=7, exact=exact)
         )
 
 

@@ -532,7 +532,7 @@ def test_what_exact_mode_computed_is_not_computed_again(monkeypatch):
         return sum(" dot(" in line or "ynn_fusion" in line for line in lines)
 
     fields = LayerValues._fields
-    # Of each of two layers: queries, keys, values, gate, up, and two outputs.
+    # Two layers with queries, keys, values, gate, up, and two outputs.
     assert products(()) - products(fields) >= 2 * 7
 
 

@@ -42,11 +42,15 @@ class Scaling(NamedTuple):
             arXiv:2408.00118); None for no cap.
         vocab_size: number of real rows of `unembedding`; the rest is padding. None: all
             are real.
+        exact: the same logits, as exact mode computes them (`models.exact`). The
+            bits of all values then depend on their row alone, and the implementation
+            computes the derivative; "reference" means "xla".
     """
 
     temperature: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None
+    exact: ExactLogits | None = None
 
 
 UNSCALED = Scaling()
@@ -60,7 +64,6 @@ def token_logprob(
     mask: Bool[Array, "batch length"] | None = None,
     kept: Int[Array, "batch length kept"] | None = None,
     scaling: Scaling = UNSCALED,
-    exact: ExactLogits | None = None,
     rules: Rules = DEFAULT_RULES,
     implementation: Implementation = "auto",
     interpret: bool = False,
@@ -83,9 +86,6 @@ def token_logprob(
             log p(target) - log(their mass). Without ids, or with None, it is that among
             all tokens, as the entropy always is.
         scaling: what becomes a logit of a product.
-        exact: the same logits, as exact mode computes them (`models.exact`). All values
-            are then those of exact mode, whose bits depend on their row alone, and
-            `implementation` computes the derivative; "reference" means "xla".
         rules: how batch and vocabulary are split over the mesh of `jax.set_mesh`.
         implementation: "auto" takes "pallas_tpu" on TPUs, "pallas_gpu" on Hopper GPUs
             for bfloat16 and a width that is a multiple of 64, and "xla" elsewhere;
@@ -113,7 +113,7 @@ def token_logprob(
     >>> round(math.exp(found.logprob.item()), 6)  # 0.25 / 0.75
     0.333333
     """
-    temperature, softcap, vocab_size = scaling
+    temperature, softcap, vocab_size, exact = scaling
     vocab_size = unembedding.shape[0] if vocab_size is None else vocab_size
     if not temperature > 0:
         raise ValueError(
@@ -200,7 +200,7 @@ class _Plan(NamedTuple):
         scaling: number of real columns, temperature and softcap.
         implementation: that computes it.
         interpret: whether a Pallas kernel is interpreted.
-        exact: as in `token_logprob`.
+        exact: as in `Scaling`.
     """
 
     split: TableSplit | None
