@@ -488,6 +488,8 @@ def gradients(config, units, **options):
     def loss(params):
         policy = Policy(config, TEMPERATURE, **options)
         predictions = predict(policy, params, batch)
+        assert predictions.logprobs is not None
+        # Linear, so that the derivative by the log-probs is the same in both.
         weights = jnp.sin(jnp.arange(64, dtype=jnp.float32))
         total = (weights * predictions.logprobs).sum(where=batch.loss_mask)
         if predictions.regularizer is not None:

@@ -27,7 +27,7 @@ class RowLogits(Protocol):
 
 
 class ExactLogits(NamedTuple):
-    """How exact mode computes logits.
+    """Logits as exact mode computes them.
 
     Attributes:
         logits: before the temperature.
