@@ -97,7 +97,7 @@ def token_logprob(
 
     Raises:
         ValueError: the dtypes differ, the temperature or the softcap is not positive,
-            `vocab_size` is out of its range, or leaves out rows with exact logits; or the
+            `vocab_size` is out of its range, or leaves out rows of exact logits; or the
             implementation is unknown, does not run here or cannot compute this call.
 
     >>> import jax.numpy as jnp
