@@ -536,7 +536,7 @@ def test_stop_strings_need_detokenize():
 
 @pytest.mark.parametrize("field", sorted(vars(EngineConfig()).keys() - {"few_shapes"}))
 def test_sizes_are_positive(field):
-    if field in ("cache_tokens", "context_tokens", "guesses", "kept_ids"):
+    if field in ("cache_tokens", "context_tokens", "guesses", "kept_ids", "exact"):
         with pytest.raises(ValueError, match=f"{field} must be at least 0; got -1"):
             EngineConfig(**{field: -1})
         return
