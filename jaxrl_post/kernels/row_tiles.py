@@ -31,7 +31,7 @@ SMALLEST, LARGEST = 8, 64
 
 
 def tile_for(samples: int) -> int:
-    """Rows of a tile for a device that decodes so many samples at once.
+    """Rows of a tile for a run that decodes so many samples at once.
 
     >>> tile_for(1), tile_for(16), tile_for(17), tile_for(1000)
     (8, 16, 32, 64)

@@ -416,7 +416,7 @@ def _weights(
                 model,
                 layout,
                 seed=config.seed,
-                exact=exact_tile(config, model),
+                exact=exact_tile(config),
                 kept_ids=config.kept_ids,
                 kernels=config.kernels,
             ),

@@ -47,7 +47,7 @@ class Case:
             self.model,
             layout,
             seed=0,
-            exact=exact_tile(config, self.model),
+            exact=exact_tile(config),
             kept_ids=128,
         )
         self.examiner = Examiner()

@@ -93,7 +93,7 @@ def _parts(
 ) -> tuple[Algorithm, Watched, Engine]:
     """Compiled parts: made once for every algorithm."""
     model = make_model()
-    tile = exact_tile(replace(RL, exact=exact), model)
+    tile = exact_tile(replace(RL, exact=exact))
     made = make_algorithm(algorithm, RL.rollout.max_tokens, distill=distill, prm=prm)
     learner, _ = begin_training(
         model, made.objective, RL.optimizer, RL.update, num_steps=100, exact=tile

@@ -272,7 +272,7 @@ def open_remote(
         app, ending = hub_app(hub, options.key), hub.release
         check_free(options)
     sizes = engine_sizes(config.rollout, 1, stop_ids=len(model.tokenizer.stop_ids))
-    tile = exact_tile(config, model)
+    tile = exact_tile(config)
     sizes = dataclasses.replace(sizes, exact=tile, kept_ids=config.kept_ids)
     vocab = model.config.vocab_size
     fleet = RemoteFleet(
@@ -386,7 +386,7 @@ def _welcome(
         "rounds_inputs": config.rounds_inputs,
         "lora": dataclasses.asdict(config.lora),
         "seed": config.seed,
-        "exact": exact_tile(config, model),
+        "exact": exact_tile(config),
         "kept_ids": config.kept_ids,
         "kernels": config.kernels,
         "rows": rows.to_json(),

@@ -17,7 +17,7 @@ from jaxrl_post.learner.model import Model, context_of
 from jaxrl_post.learner.reference import require_same_ids
 from jaxrl_post.models import ModelConfig
 from jaxrl_post.models.spec import copied
-from jaxrl_post.programs.build.layouts import SamplerLayout, sampler_layouts
+from jaxrl_post.programs.build.layouts import SamplerLayout
 from jaxrl_post.rollout.weights import Published
 from jaxrl_post.sampler import Draft, Engine, EngineConfig
 from jaxrl_post.sampler.jitted import DeviceFunctions
@@ -57,19 +57,15 @@ def bound_engine(model: Model, sizes: EngineConfig, *, seed: int) -> Published:
     return Published(engine, model.whole(model.params), version=0)
 
 
-def exact_tile(config: RLConfig, model: Model) -> int:
+def exact_tile(config: RLConfig) -> int:
     """Rows of a tile of exact mode (`row_tiles.tile_for`); 0 without `--exact`.
 
-    Raises:
-        MeshError: as `sampler_layouts`.
+    By the slots of the run, not of a device: a run is then the same on any mesh and
+    with any number of samplers.
     """
     if not config.exact:
         return 0
-    split = 1
-    if not config.remote_samplers:
-        mesh = sampler_layouts(config, model)[0].mesh
-        split = split_size("batch", mesh, model.rules.with_context_as_batch())
-    return tile_for(engine_sizes(config.rollout, split, stop_ids=1).num_slots // split)
+    return tile_for(engine_sizes(config.rollout, 1, stop_ids=1).num_slots)
 
 
 def make_engine(

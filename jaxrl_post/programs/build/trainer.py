@@ -80,7 +80,7 @@ def make_updater(
         algorithm.objective,
         config.optimizer,
         num_steps=steps[POLICY],
-        exact=exact_tile(config, model),
+        exact=exact_tile(config),
         replay=config.rollout.router_replay,
     )
     reference, chosen = None, config.algorithm
