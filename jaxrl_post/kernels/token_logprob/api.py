@@ -235,15 +235,9 @@ class _Plan(NamedTuple):
         else:
             module, layout = xla, self._layout()
         forward = functools.partial(module.forward, layout=layout)
-        if self.exact is not None and module is not xla:
-
-            def forward(
-                hidden: Array, weight: Array, by_row: ByRow
-            ) -> tuple[Array, Array, Residuals]:
-                arrays = hidden, weight, by_row
-                logprob, entropy, residuals = xla.forward(*arrays, self._layout())
-                return logprob, entropy, residuals._replace(logits=None)
-
+        if self.exact is not None:
+            # The kernels' backward passes leave its logits unread.
+            forward = functools.partial(xla.forward, layout=self._layout())
         return forward, functools.partial(module.backward, layout=layout)
 
     def _layout(self) -> xla.Layout:
