@@ -54,6 +54,11 @@ parser.add_argument(
 )
 parser.add_argument("--cache-size", type=int, default=PROMPT_TOKENS + TOKENS)
 parser.add_argument("--logprobs", action="store_true", help="sampler returns logprobs")
+parser.add_argument(
+    "--turns",
+    action="store_true",
+    help="wait for a line before each step, print its seconds after it (tunix_turns)",
+)
 parser.add_argument("--verbose", action="store_true")
 options = parser.parse_args()
 # 16 is slightly the fastest of 8, 16 and 64 for tiny; for small see --sweep.
@@ -131,12 +136,17 @@ class TimedLearner(GRPOLearner):
     def _run_global_step(self, *args: object, **kwargs: object) -> None:
         if len(self.step_seconds) == options.warmup:
             self.load = Load()
+        if options.turns and not sys.stdin.readline():
+            sys.exit("tunix_step: nobody gives turns any more")
         begin = time.perf_counter()
         super()._run_global_step(*args, **kwargs)
         trainer = self.rl_cluster.actor_trainer
         jax.block_until_ready(nnx.state(trainer.model))
         jax.block_until_ready(nnx.state(trainer.optimizer))
         self.step_seconds.append(time.perf_counter() - begin)
+        if options.turns:
+            # One line, for `tunix_turns` to read.
+            print(self.step_seconds[-1], flush=True)
 
 
 def randomize(model: nnx.Module) -> None:
