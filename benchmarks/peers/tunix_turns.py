@@ -8,6 +8,7 @@ not waits. So whatever slows the machine slows both alike. The ratio is the medi
 pairs.
 """
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -78,8 +79,10 @@ class Tunix:
         """Takes a step; returns its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        # A process that has ended takes no line; its missing answer tells that.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
