@@ -16,15 +16,16 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
 from benchmarks.machine import machine, write
 from jaxrl_post.learner.model import versions
 
+Kind = Literal["bfloat16", "float8"]
 # Trainer and sampler.
-PAIRS = (
+PAIRS: tuple[tuple[Kind, Kind], ...] = (
     ("bfloat16", "bfloat16"),
     ("bfloat16", "float8"),
     ("float8", "bfloat16"),
@@ -47,20 +48,22 @@ class Options:
         recipe: of launch.grpo.
         seeds: runs of each pair, with seeds 0, 1 and so on.
         steps: of each run.
-        options: more options of each run.
+        pairs: trainer and sampler, each bfloat16 or float8.
+        options: more options of each run, separated by spaces.
         json: file to which the results are written.
     """
 
     recipe: str = "demo"
     seeds: int = 2
     steps: int = 100
-    options: tuple[str, ...] = ()
+    pairs: tuple[tuple[Kind, Kind], ...] = PAIRS
+    options: str = ""
     json: Path | None = None
 
 
 def main(options: Options) -> int:
     found = []
-    for trainer, sampler in PAIRS:
+    for trainer, sampler in options.pairs:
         for seed in range(options.seeds):
             row = {"trainer": trainer, "sampler": sampler, "seed": seed}
             row |= measured(options, trainer, sampler, seed)
@@ -71,7 +74,7 @@ def main(options: Options) -> int:
                 "versions": versions(),
                 "recipe": options.recipe,
                 "steps": options.steps,
-                "options": options.options,
+                "options": options.options.split(),
                 "runs": found,
             }
             write(told, options.json)
@@ -84,7 +87,7 @@ def measured(options: Options, trainer: str, sampler: str, seed: int) -> dict[st
         arguments: Sequence[str] = (
             *("-m", "launch.grpo", "--recipe", options.recipe, "--dtype", "bfloat16"),
             *("--steps", str(options.steps), "--seed", str(seed)),
-            *("--run-dir", f"{folder}/run", *options.options),
+            *("--run-dir", f"{folder}/run", *options.options.split()),
             *(("--update.precision", "float8") if trainer == "float8" else ()),
             *(("--rollout.weights", "float8") if sampler == "float8" else ()),
         )
@@ -104,6 +107,7 @@ def measured(options: Options, trainer: str, sampler: str, seed: int) -> dict[st
     return {
         **means,
         "largest mismatch/kl": max(step["mismatch/kl"] for step in trained),
+        "rewards": [step["reward/mean"] for step in trained],
         "median seconds": statistics.median(step["time/step"] for step in trained),
         "accuracy before": accuracies[0],
         "accuracy after": accuracies[-1],

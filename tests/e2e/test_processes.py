@@ -111,11 +111,11 @@ def assert_same_run(expected: Path, found: Path, *, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A model whose heads tp4 divides."""
+    """A model whose heads tp4 divides, and whose layers pp2 divides."""
     import jax
 
     config = models.ModelConfig(
-        "qwen2", 320, 32, 64, 1, num_heads=8, num_kv_heads=4, max_length=1024,
+        "qwen2", 320, 32, 64, 2, num_heads=8, num_kv_heads=4, max_length=1024,
         qkv_bias=True, tie_embeddings=True,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("hf") / "model"
@@ -188,7 +188,7 @@ def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_pat
     names = {path.name for path in run.iterdir()}
     assert not any(name.startswith(".") for name in names), names
     config, _ = pretrained.load(run / "model")
-    assert config.num_layers == 1
+    assert config.num_layers == 2
     told = [
         line.split() for line in (run.parent / "events.txt").read_text().splitlines()
     ]
@@ -202,6 +202,25 @@ def test_two_processes_train_as_one_does(run_here, model, two_processes, tmp_pat
     assert written == [f"step_{n:06d}.parquet" for n in range(1, 5)]
     saved = json.loads((run / "config.json").read_text())
     assert saved["mesh"] == "pp1,dp2,fsdp2,ep1,cp1,tp2"
+
+
+@pytest.mark.slow("starts two trainers, twice")
+def test_stages_in_two_processes_continue_after_a_kill(
+    program, run_here, model, tmp_path
+):
+    """Each process has one stage; activations go from one to the other."""
+    one, killed = tmp_path / "one", tmp_path / "killed"
+
+    def arguments(run: Path) -> list[str]:
+        return options(run, model, "--mesh=pp2,dp2,tp2", steps=10)
+
+    run_here("launch.grpo", *arguments(one))
+    processes = started(program, 2, "launch.grpo", *arguments(killed))
+    until_row(killed, 2, processes)
+    kill(processes, 1)
+    outputs = ended(started(program, 2, "launch.grpo", *arguments(killed)))
+    assert "resumed at step" in outputs[0]
+    assert_same_run(one, killed, tolerance=1e-5)
 
 
 @pytest.mark.all  # The same by one process: test_resume.py, and test_two_processes.
@@ -303,7 +322,7 @@ PROGRAMS = {
         (*QUICK, "--rollout.mesh=dp2,tp4", "--rollout.publish-mib=1"),
     ),
 }
-MESHES = ("dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2", "fsdp2,cp4")
+MESHES = ("dp2,tp4", "fsdp4,tp2", "dp2,fsdp2,tp2", "fsdp2,cp4", "pp2,dp2,tp2")
 
 
 @pytest.mark.all  # test_two_processes_train_as_one_does guards the same.
