@@ -137,7 +137,7 @@ class TimedLearner(GRPOLearner):
         if len(self.step_seconds) == options.warmup:
             self.load = Load()
         if options.turns and not sys.stdin.readline():
-            sys.exit("tunix_step: nobody gives turns any more")
+            sys.exit("tunix_step: standard input was closed before the last turn")
         begin = time.perf_counter()
         super()._run_global_step(*args, **kwargs)
         trainer = self.rl_cluster.actor_trainer

@@ -3,9 +3,9 @@
     python -m benchmarks.peers.tunix_turns --tunix TUNIX_ENVIRONMENT/bin/python
 
 Work as of `benchmarks.grpo_step` and `tunix_step.py`, each in a process of its own. A
-pair is one of our steps and one of Tunix's, one right after the other; whose turn it is
-not waits. So whatever slows the machine slows both alike. The ratio is the median over
-pairs.
+pair is one of our steps and one of Tunix's, one right after the other; each program
+waits while the other one takes its step. So other work on the machine slows both alike.
+The ratio is the median over pairs.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class Tunix:
         return float(line)
 
     def result(self) -> dict[str, Any]:
-        """What it reports after its last step."""
+        """Its report after the last step."""
         output, _ = self._process.communicate()
         return json.loads(output)
 

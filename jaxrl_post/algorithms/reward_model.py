@@ -28,6 +28,10 @@ from jaxrl_post.types import Array, Bool, Float, Int, TokenBatch
 
 __all__ = ["bradley_terry", "implicit_reward", "process_reward"]
 
+# Nats: an answer's log-ratio by two programs that compute one model in float32
+# is less.
+_ROUNDING = 1e-3
+
 
 def bradley_terry(
     *, centering: float = 0.0
@@ -112,8 +116,9 @@ def implicit_reward(*, beta: float) -> Callable[[Predictions, TokenBatch], Objec
     `batch.labels` holds an answer's outcome, in [0, 1], at each of its tokens. A
     sequence is an answer.
 
-    Metrics are means over answers: prm/accuracy, of those whose reward is above 0
-    exactly if the label is at least 1/2; and prm/answer_reward, of the rewards.
+    Metrics are means over answers: prm/accuracy, of those whose log-ratio is above 0
+    exactly if the label is at least 1/2; and prm/answer_reward, of the rewards. A
+    log-ratio of up to 0.001 counts as 0, since rounding can make it.
 
     Args:
         beta: > 0, scale of the rewards.
@@ -143,7 +148,8 @@ def implicit_reward(*, beta: float) -> Callable[[Predictions, TokenBatch], Objec
         )
         rewards = implicit.implicit_rewards(said, reference, mask, beta=beta)
         rewards = jax.lax.stop_gradient(sequence_sum(rewards, mask, batch.ends))
-        agreed = ((rewards > 0) == (labels >= 0.5)).astype(jnp.float32)
+        positive = rewards > beta * _ROUNDING
+        agreed = (positive == (labels >= 0.5)).astype(jnp.float32)
         metrics = {
             "prm/accuracy": masked(agreed, last),
             "prm/answer_reward": masked(rewards, last),

@@ -225,6 +225,23 @@ def test_the_models_loss_and_gradient(layout, layouts):
     assert 0 < np.mean(right) < 1, "the test shows nothing"
 
 
+@pytest.mark.parametrize(("ratio", "positive"), [(3e-4, False), (3e-3, True)])
+def test_a_log_ratio_of_rounding_is_not_above_zero(layouts, ratio, positive):
+    """Or the accuracy of a new model would be decided by the order of sums."""
+    _, batch = layouts["packed"]
+    places = places_of(batch)
+    said = np.array(batch.reference_logprobs)
+    for row, own in places:
+        said[row, own] += ratio / len(own)
+    told = reward_model.implicit_reward(beta=BETA)(
+        Predictions(jnp.asarray(said)), batch
+    )
+    right = [batch.labels[row, own[0]] >= 0.5 for row, own in places]
+    assert 0 < np.mean(right) < 1
+    expected = np.mean(right) if positive else 1 - np.mean(right)
+    assert float(told.metrics["prm/accuracy"].mean()) == pytest.approx(expected)
+
+
 def test_microbatches_of_the_models_loss_add_up(layouts):
     _, batch = layouts["unpacked"]
     objective = reward_model.implicit_reward(beta=BETA)

@@ -93,12 +93,23 @@ def test_trees_give_what_rows_alone_give(name):
 @pytest.mark.parametrize(
     ("spec", "devices"),
     daily(
-        [("dp2", 2), ("fsdp2", 2), ("tp2", 2), ("dp2,tp2", 4), ("cp2", 2)],
-        {("dp2,tp2", 4), ("cp2", 2)},
+        [
+            ("dp2", 2),
+            ("fsdp2", 2),
+            ("tp2", 2),
+            ("dp2,tp2", 4),
+            ("cp2", 2),
+            ("pp2,dp2", 4),
+            ("pp2,tp2", 4),
+        ],
+        {("dp2,tp2", 4), ("cp2", 2), ("pp2,tp2", 4)},
     ),
 )
 def test_meshes_change_nothing(spec, devices):
     config, params = seeing("qwen3_vl")
+    # Stages take the layers without a level of pictures.
+    config = dataclasses.replace(config, num_layers=6, layers=config.layers * 3)
+    params = params.replace(layers=params.layers * 3)
     batch = pack(sequences(config), 24, 4)
     assert batch.shape[0] == 4
     expected = predicted(config, params, batch)
