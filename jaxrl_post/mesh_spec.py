@@ -85,7 +85,8 @@ def parse_mesh(spec: str, num_devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != num_devices or -1 in sizes.values():
         raise MeshError(
             f"mesh: {spec!r} needs {'a multiple of ' if free else ''}{known} devices, "
-            f"but there are {num_devices}; change the sizes, or on CPU set "
+            f"but there {'is' if num_devices == 1 else 'are'} {num_devices}; change "
+            "the sizes, or on CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={known}"
         )
     return {axis: sizes.get(axis, 1) for axis in AXES}
