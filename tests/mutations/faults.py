@@ -138,6 +138,27 @@ PACKING = [
         "learner/test_learner.py",
     ),
     Fault(
+        "master weights begin at the parameters' own values",
+        "learner/state.py::create",
+        "master = between_roundings(params) if narrow else None",
+        "master = wide if narrow else None",
+        "learner/test_learner.py",
+    ),
+    Fault(
+        "at a power of two the distance above is taken for the one below",
+        "learner/state.py::between_roundings",
+        "jnp.where(share < 0, middle - below, above - middle)",
+        "above - middle",
+        "learner/test_masters.py",
+    ),
+    Fault(
+        "all parameters draw their master weights alike",
+        "learner/state.py::between_roundings",
+        "zlib.crc32(path_name(path).encode())",
+        "0",
+        "learner/test_masters.py",
+    ),
+    Fault(
         "gradients are scaled up to the clip",
         "learner/step.py::apply",
         "clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))",
