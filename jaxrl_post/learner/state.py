@@ -1,7 +1,6 @@
 """The training state: parameters, master weights and optimizer state."""
 
 import math
-import zlib
 from typing import Any, cast
 
 import jax
@@ -20,7 +19,7 @@ from jaxrl_post.models.matrix import (
     path_name,
     target_name,
 )
-from jaxrl_post.models.spec import ParamSpec, is_abstract, is_spec
+from jaxrl_post.models.spec import ParamSpec, is_abstract, is_spec, named_key
 from jaxrl_post.sharding import Rules, named_shardings, partition_spec, placed
 from jaxrl_post.types import Array, Int, PyTree
 
@@ -242,6 +241,13 @@ def between_roundings(params: PyTree) -> PyTree:
     Args:
         params: parameters, in any floating dtypes.
 
+    Returns:
+        A tree of float32 arrays with the shapes of `params`.
+
+    References:
+        Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, for master
+        weights; that they are drawn is this library's (docs/explanation/model.md).
+
     >>> one = {"w": jnp.full(1000, 0.12, jnp.bfloat16)}
     >>> drawn = between_roundings(one)["w"]
     >>> bool((drawn.astype(jnp.bfloat16) == one["w"]).all()), bool(drawn.std() > 1e-4)
@@ -255,9 +261,7 @@ def between_roundings(params: PyTree) -> PyTree:
         size, infinity = jnp.abs(leaf), jnp.full_like(leaf, jnp.inf)
         below = jnp.nextafter(size, jnp.zeros_like(leaf)).astype(jnp.float32)
         above = jnp.nextafter(size, infinity).astype(jnp.float32)
-        key = jax.random.fold_in(
-            jax.random.key(0), zlib.crc32(path_name(path).encode())
-        )
+        key = named_key(jax.random.key(0), path_name(path))
         # As often below as above, also at a power of two, whose neighbours are not
         # equally near. Not half of the way itself, which may round to either side.
         share = jax.random.uniform(key, leaf.shape, minval=-1.0) * (0.5 - 2**-12)

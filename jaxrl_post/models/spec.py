@@ -23,6 +23,7 @@ __all__ = [
     "is_abstract",
     "is_spec",
     "matrix",
+    "named_key",
     "ones",
     "when",
     "zeros",
@@ -124,6 +125,11 @@ def copied(tree: PyTree) -> PyTree:
     return jax.tree.map(copy, tree)
 
 
+def named_key(key: Array, name: str) -> Array:
+    """Derives a parameter's own PRNG key from its name, such as "layers.0.mlp.up"."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
 def initialize(
     key: Array,
     specs: PyTree,
@@ -146,8 +152,7 @@ def initialize(
 
     def drawn(path: Any, spec: ParamSpec, sharding: Any = None) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return _drawing(spec, spec.dtype(dtype), sharding)(own_key)
+        return _drawing(spec, spec.dtype(dtype), sharding)(named_key(key, name))
 
     shardings = [] if mesh is None else [named_shardings(specs, mesh, rules)]
     return jax.tree_util.tree_map_with_path(drawn, specs, *shardings, is_leaf=is_spec)
