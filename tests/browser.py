@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["QUIET", "dom_of", "needs_browser"]
+__all__ = ["QUIET", "dom_of", "eventually", "needs_browser"]
 
 # Without them Chromium looks up hosts of its own.
 QUIET = (
@@ -34,3 +34,18 @@ def dom_of(page: Path, profile: Path) -> str:
         text=True,
         timeout=300,
     ).stdout
+
+
+def eventually(element):
+    """Playwright's assertions about an element, which look again for a minute.
+
+    A page answers a click some time later: what is read right away is what stood there
+    before.
+
+    Args:
+        element: a page or a locator of Playwright.
+    """
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    return expect(element)

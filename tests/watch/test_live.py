@@ -22,7 +22,7 @@ from jaxrl_post.programs.watching.live import guards, live_routes, run_live
 from jaxrl_post.records.alarms import AlarmLog
 from jaxrl_post.records.directory import RunDescription, RunDirectory
 from jaxrl_post.records.sinks import MetricsLog, Sample, SampleLog
-from tests.browser import QUIET
+from tests.browser import QUIET, eventually
 
 # It runs where it becomes markup or code.
 ATTACK = (
@@ -115,11 +115,12 @@ def get(url, **headers):
 
 def read_whole(url):
     """The state once all of the logs are read."""
-    while True:
+    for _ in range(2400):
         state = json.loads(get(f"{url}/state")[2])
         if state["rows"] and state["samples"] and min(state["read"].values()) == 1:
             return state
         time.sleep(0.05)
+    raise AssertionError(f"the logs are not read after two minutes: {state}")
 
 
 def test_page_loads_nothing_from_elsewhere(url):
@@ -279,7 +280,7 @@ def page(browser, url):
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("dialog", lambda dialog: faults.append(dialog.message))
     page.goto(url)
-    page.locator(".pill.ended").wait_for()
+    eventually(page.locator(".pill.ended")).to_be_visible()
     yield page
     page.close()
     assert faults == []
@@ -288,17 +289,17 @@ def page(browser, url):
 
 
 def test_browser_draws_charts_and_looks_closer(page, url):
-    page.locator("#sections .js-plotly-plot .trace").first.wait_for()
-    assert page.locator("#progress").inner_text().startswith("step 100 of 200")
-    assert page.locator("h3", has_text="Reward").first.is_visible()
+    eventually(page.locator("#sections .js-plotly-plot .trace").first).to_be_visible()
+    eventually(page.locator("#progress")).to_contain_text("step 100 of 200")
+    eventually(page.locator("h3", has_text="Reward").first).to_be_visible()
     # Charts that are not on the screen are drawn when they are.
-    drawn = page.locator(".js-plotly-plot").count()
     page.locator("#named").fill("loss")
     # A flat line has no height, which counts as hidden.
     loss = page.locator("figure", has_text="train/loss").locator(".trace").first
-    loss.wait_for(state="attached")
-    assert page.locator("figure:visible").count() == 1
+    eventually(loss).to_be_attached()
+    eventually(page.locator("figure:visible")).to_have_count(1)
     page.locator("#named").fill("")
+    eventually(page.locator("h3", has_text="Reward").first).to_be_visible()
     chart = page.locator(".js-plotly-plot").first
     chart.scroll_into_view_if_needed()
     box = chart.locator(".nsewdrag").bounding_box()
@@ -308,62 +309,133 @@ def test_browser_draws_charts_and_looks_closer(page, url):
     page.mouse.move(box["x"] + 0.7 * box["width"], middle, steps=5)
     page.mouse.up()
     whole = page.locator("#whole")
-    whole.wait_for()
+    eventually(whole).to_be_visible()
     first, last = whole.inner_text().removeprefix("Steps ").split(":")[0].split(" to ")
     assert 45 <= int(first) < int(last) <= 75
     whole.click()
-    whole.wait_for(state="hidden")
-    assert drawn >= 1
+    eventually(whole).to_be_hidden()
+
+
+def test_browser_asks_again_for_charts_that_it_did_not_get(browser, url):
+    read_whole(url)
+    page = browser.new_page()
+    page.route("**/figures?*", lambda route: route.abort())
+    with page.expect_event("requestfailed", timeout=60_000):
+        page.goto(url)
+    page.unroute("**/figures?*")
+    eventually(page.locator("#sections .js-plotly-plot .trace").first).to_be_visible()
+    page.close()
 
 
 def test_browser_searches_samples_and_opens_a_conversation(page):
+    rows, found = page.locator("#rows tr"), eventually(page.locator("#found"))
+    opened = page.locator("#opened")
     page.click("nav a[href='#samples']")
-    page.locator("#rows tr").first.wait_for()
-    assert page.locator("#rows tr").count() == 50
+    eventually(rows).to_have_count(50)
     page.click("#more")
-    page.locator("#found", has_text="86 shown of 86").wait_for()
+    found.to_have_text("86 shown of 86")
     page.fill("input[name=text]", "answer 7")
-    page.locator("#found", has_text="11 shown of 86 searched").wait_for()
+    found.to_have_text("11 shown of 86 searched")
     page.fill("input[name=reward_low]", "0.9")
-    page.locator("#found", has_text="8 shown of 13 searched").wait_for()
+    found.to_have_text("8 shown of 13 searched")
     page.select_option("select[name=order]", "lowest")
-    page.locator("#rows tr:first-child", has_text="answer 72").wait_for()
-    page.locator("#rows tr").first.click()
-    page.locator("#opened pre", has_text="answer 72").wait_for()
+    eventually(rows.first).to_contain_text("answer 72")
+    rows.first.click()
+    eventually(opened.locator("pre").last).to_have_text("answer 72")
     page.keyboard.press("ArrowDown")
-    page.locator("#opened pre", has_text="answer 73").wait_for()
+    eventually(opened.locator("pre").last).to_have_text("answer 73")
     for name in ("text", "reward_low"):
         page.fill(f"input[name={name}]", "")
     page.fill("input[name=task]", "talk")
-    page.locator("#rows tr", has_text="3 turns").click()
-    page.locator("#opened .branch").first.wait_for()
-    assert page.locator("#opened .branch").count() == 2
+    eventually(rows).to_have_count(1)
+    rows.filter(has_text="3 turns").click()
+    eventually(opened.locator(".branch")).to_have_count(2)
 
 
 def test_browser_compares_two_evaluations(page):
+    pairs, told = page.locator("#pairs article"), eventually(page.locator("#paired"))
     page.click("nav a[href='#compare']")
-    text = "2 tasks: the reward rose in 1 and fell in 0."
-    page.locator("#paired", has_text=text).wait_for()
+    told.to_have_text("2 tasks: the reward rose in 1 and fell in 0.")
+    eventually(pairs).to_have_count(2)
     page.select_option("select[name=changed]", "gained")
-    page.locator("#pairs article").first.wait_for()
-    assert page.locator("#pairs article").count() == 1
-    assert page.locator("#pairs .pair pre").all_inner_texts() == ["first", "second"]
+    eventually(pairs).to_have_count(1)
+    eventually(pairs.locator(".pair pre")).to_have_text(["first", "second"])
+    page.select_option("select[name=changed]", "lost")
+    eventually(pairs).to_have_count(0)
 
 
 def test_browser_shows_hostile_texts_as_they_are(page):
+    rows, opened = page.locator("#rows tr"), page.locator("#opened")
     page.click("nav a[href='#samples']")
     page.fill("input[name=text]", "onerror=fetch")
-    page.locator("#found", has_text="2 shown").wait_for()
-    for place in (0, 1):
-        page.locator("#rows tr").nth(place).click()
-        page.locator("#opened pre", has_text="<script>fetch").first.wait_for()
+    eventually(rows).to_have_count(2)
+    for row, place in ((rows.nth(0), ".branch"), (rows.nth(1), "pre")):
+        row.click()
+        eventually(row).to_have_class("on")
+        eventually(
+            opened.locator(place, has_text="<script>fetch").first
+        ).to_be_visible()
+        # What ran would do so by now.
         page.wait_for_timeout(200)
-        assert page.locator("#opened :is(script, img, iframe, style)").count() == 0
+        eventually(opened.locator(":is(script, img, iframe, style)")).to_have_count(0)
     page.click("nav a[href='#alarms']")
-    page.locator("#rules h3", has_text="onerror=fetch").wait_for()
+    eventually(page.locator("#rules h3")).to_contain_text("onerror=fetch")
     page.click("nav a[href='#configuration']")
-    page.locator("#facts dd", has_text="onerror=fetch").wait_for()
-    assert page.locator("main :is(script, img, iframe)").count() == 0
+    task = page.locator("#facts dd", has_text="onerror=fetch")
+    eventually(task).to_be_visible()
+    eventually(page.locator("main :is(script, img, iframe)")).to_have_count(0)
+
+
+class Held:
+    """Keeps the page's first request for a path until it is let go."""
+
+    def __init__(self, page, path):
+        self.page, self.kept = page, []
+        page.route(f"**/{path}?*", self._keep)
+
+    def _keep(self, route):
+        if self.kept:
+            route.continue_()
+        else:
+            self.kept.append(route)
+
+    def answer(self, **answer):
+        """Answers now, and gives the page the time to show it."""
+        if answer:
+            self.kept[0].fulfill(**answer)
+        else:
+            self.kept[0].continue_()
+        self.page.wait_for_timeout(500)
+
+
+def test_browser_shows_what_was_asked_last_though_it_came_first(page):
+    page.click("nav a[href='#samples']")
+    page.fill("input[name=text]", "answer 7")
+    rows, opened = page.locator("#rows tr"), page.locator("#opened pre").last
+    eventually(rows).to_have_count(11)
+    held = Held(page, "sample")
+    with page.expect_request("**/sample?*"):
+        rows.nth(0).click()
+    rows.nth(1).click()
+    eventually(opened).to_have_text("answer 78")
+    held.answer()
+    eventually(opened).to_have_text("answer 78")
+    # A search that fails, too, tells nothing once another one is asked for.
+    held = Held(page, "samples")
+    with page.expect_request("**/samples?*"):
+        page.fill("input[name=text]", "answer 6")
+    page.fill("input[name=text]", "answer 79")
+    eventually(rows).to_have_count(1)
+    held.answer(status=400, body="too late")
+    eventually(page.locator("#found")).to_contain_text("1 shown of")
+    eventually(rows).to_contain_text("answer 79")
+
+
+def test_browser_tells_why_two_evaluations_are_not_compared(page):
+    page.route("**/compare?*", lambda route: route.fulfill(status=400, body="odd"))
+    page.click("nav a[href='#compare']")
+    eventually(page.locator("#paired")).to_have_text("odd")
+    eventually(page.locator("#pairs article")).to_have_count(0)
 
 
 def test_browser_follows_a_run_and_tells_if_the_server_is_gone(browser, tmp_path):
@@ -371,15 +443,16 @@ def test_browser_follows_a_run_and_tells_if_the_server_is_gone(browser, tmp_path
     directory.path.mkdir()
     page = browser.new_page()
     page.set_default_timeout(60_000)
+    progress, now = eventually(page.locator("#progress")), page.locator("figure b")
     with served(directory) as url:
         page.goto(url)
-        page.locator("#progress", has_text="step 0").wait_for()
+        progress.to_contain_text("step 0")
         log(directory, [1, 2])
-        page.locator("#progress", has_text="step 2").wait_for()
-        page.locator(".js-plotly-plot .trace").first.wait_for()
+        progress.to_contain_text("step 2")
+        eventually(page.locator(".js-plotly-plot .trace").first).to_be_visible()
         log(directory, [3], resume=2)
-        page.locator("#progress", has_text="step 3").wait_for()
-        page.locator("figure b", has_text="0.03").wait_for()
-    page.locator(".pill.gone", has_text="no answer").wait_for()
-    assert page.locator("figure b", has_text="0.03").is_visible()
+        progress.to_contain_text("step 3")
+        eventually(now.filter(has_text="0.03")).to_be_visible()
+    eventually(page.locator(".pill.gone")).to_have_text("no answer")
+    eventually(now.filter(has_text="0.03")).to_be_visible()
     page.close()

@@ -27,6 +27,7 @@ async function follow() {
       state = { ...state, ...found };
       showStatus();
       if (found.sections) showContents();
+      else drawSeen();
       version = found.version;
       if (state.read.metrics < 1 || state.read.samples < 1) wait = READING_MS;
     }
@@ -170,12 +171,17 @@ async function drawSeen() {
       const ids = wanted.map(([id]) => ["id", id]);
       for (const [, chart] of wanted) chart.stale = false;
       const bounds = span ? [["first", span[0]], ["last", span[1]]] : [];
-      const figures = await ask("/figures", [...ids, ...bounds]);
+      const figures = await ask("/figures", [...ids, ...bounds]).catch(() => null);
+      if (!figures) { // The next state tells whether the server is there, and asks again.
+        for (const [, chart] of wanted) chart.stale = true;
+        break;
+      }
       for (const [id, chart] of wanted)
         if (figures[id] && charts.get(id) === chart) await drawOne(chart, figures[id]);
     }
-  } catch (error) { /* The next state tells whether the server is there. */ }
-  drawing = false;
+  } finally {
+    drawing = false;
+  }
 }
 
 async function drawOne(chart, figure) {
@@ -225,14 +231,12 @@ async function find(more = false) {
   for (;;) {
     const values = [...new FormData(byId("query"))].filter(([, value]) => value);
     if (after !== null) values.push(["after", after]);
-    let found;
-    try {
-      found = await ask("/samples", values);
-    } catch (error) {
-      byId("found").textContent = error.message;
+    const found = await ask("/samples", values).catch((error) => error);
+    if (turn !== search) return; // The form asks for something else by now.
+    if (found instanceof Error) {
+      byId("found").textContent = found.message;
       return;
     }
-    if (turn !== search) return; // The form asks for something else by now.
     if (!listed) body.replaceChildren();
     body.append(...found.rows.map(line));
     listed += found.rows.length;
@@ -289,12 +293,13 @@ function line(row) {
 }
 
 async function openSample(place, offset) {
-  try {
-    const named = [["offset", offset], ["generation", generation]];
-    place.innerHTML = await ask("/sample", named); // Escaped there.
-  } catch (error) {
-    place.replaceChildren(make("p", { className: "sub", textContent: error.message }));
-  }
+  const named = [["offset", offset], ["generation", generation]];
+  const asked = place.asked = ask("/sample", named).catch((error) => error);
+  const found = await asked;
+  if (place.asked !== asked) return; // Another sample is to be shown there by now.
+  if (found instanceof Error)
+    place.replaceChildren(make("p", { className: "sub", textContent: found.message }));
+  else place.innerHTML = found; // Escaped there.
 }
 
 let typing = 0;
@@ -313,8 +318,13 @@ async function compare() {
     byId("paired").textContent = "There are no samples of evaluations yet.";
     return;
   }
-  const found = await ask("/compare", [...new FormData(form)]);
-  if (turn !== comparison) return;
+  const found = await ask("/compare", [...new FormData(form)]).catch((error) => error);
+  if (turn !== comparison) return; // The form asks for something else by now.
+  if (found instanceof Error) {
+    byId("paired").textContent = found.message;
+    byId("pairs").replaceChildren();
+    return;
+  }
   byId("paired").textContent = `${found.tasks} tasks: the reward rose in `
     + `${found.gained} and fell in ${found.lost}.`
     + (found.logged < found.tasks ? ` The answers of ${found.logged} are logged.` : "");
