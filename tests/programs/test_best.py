@@ -27,7 +27,12 @@ from jaxrl_post.config.offline import (
 )
 from jaxrl_post.config.optimizer import OptimizerConfig
 from jaxrl_post.config.rl import RLConfig
-from jaxrl_post.config.run import CheckpointConfig, EvalConfig, UpdateConfig
+from jaxrl_post.config.run import (
+    CheckpointConfig,
+    EvalConfig,
+    RetriesConfig,
+    UpdateConfig,
+)
 from jaxrl_post.learner import best as best_models
 from jaxrl_post.learner.best import Standing, check_metric
 from jaxrl_post.learner.learner import Update
@@ -416,7 +421,7 @@ def test_a_full_disk_keeps_the_best_model_before(whole, config, losses, monkeypa
         patch.setattr(best_models, "save_model", full)
         told = r"No space left on device; the best model before it, .* is unchanged"
         with pytest.raises(OSError, match=told) as caught:
-            go_on(config)
+            go_on(dataclasses.replace(config, retries=RetriesConfig(disk_s=0)))
     assert caught.value.filename == str(run_of(config) / "best")
     assert step_of(config) == record(config)["step"] == 2
     assert (run_of(config) / "checkpoints" / "4").is_dir()

@@ -375,7 +375,7 @@ def test_browser_shows_hostile_texts_as_they_are(page):
         eventually(
             opened.locator(place, has_text="<script>fetch").first
         ).to_be_visible()
-        # What ran would do so by now.
+        # By now it would have run.
         page.wait_for_timeout(200)
         eventually(opened.locator(":is(script, img, iframe, style)")).to_have_count(0)
     page.click("nav a[href='#alarms']")
