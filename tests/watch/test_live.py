@@ -369,12 +369,12 @@ def test_browser_shows_hostile_texts_as_they_are(page):
     page.click("nav a[href='#samples']")
     page.fill("input[name=text]", "onerror=fetch")
     eventually(rows).to_have_count(2)
-    for row, place in ((rows.nth(0), ".branch"), (rows.nth(1), "pre")):
+    # A conversation whose first turn has two answers, and a sample without turns.
+    for row, branches in ((rows.nth(0), 2), (rows.nth(1), 0)):
         row.click()
-        eventually(row).to_have_class("on")
-        eventually(
-            opened.locator(place, has_text="<script>fetch").first
-        ).to_be_visible()
+        hostile = opened.locator("pre", has_text="<script>fetch").first
+        eventually(opened.locator(".branch")).to_have_count(branches)
+        eventually(hostile).to_be_visible()
         # By now it would have run.
         page.wait_for_timeout(200)
         eventually(opened.locator(":is(script, img, iframe, style)")).to_have_count(0)
